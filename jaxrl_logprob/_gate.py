@@ -1,12 +1,34 @@
 """The entropy gate: whether an entropy is differentiated. One function decides, and every op asks it."""
 
 import numbers
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from .sharding._errors import wrong
+
+
+class EntropyGate(NamedTuple):
+    """Whether an entropy is returned, and whether it has a gradient."""
+
+    wanted: bool
+    differentiated: bool
+
+
+NO_ENTROPY = EntropyGate(False, False)
+
+
+def entropy_gate(entropy_coef: ArrayLike | None) -> EntropyGate:
+    """The gate of an op that returns the entropy."""
+    return EntropyGate(True, entropy_is_differentiated(entropy_coef))
+
+
+def apply_gate(gate: EntropyGate, entropies: jax.Array | None) -> jax.Array | None:
+    """The entropies, stopped where the gate is shut."""
+    return entropies if entropies is None or gate.differentiated else lax.stop_gradient(entropies)
 
 
 def entropy_is_differentiated(entropy_coef: ArrayLike | None) -> bool:

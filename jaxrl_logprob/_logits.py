@@ -5,8 +5,6 @@ and has one custom rule. Its backward writes the gradient over a buffer that sta
 where the logits die there, XLA needs no second array of their size.
 """
 
-import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,33 +16,25 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from ._first_order import first_derivative_only, reverse_mode_only
-from ._gate import entropy_is_differentiated
+from ._gate import apply_gate, entropy_gate, EntropyGate, NO_ENTROPY
 from ._loop import map_rows, Rows, update_rows
-from ._operands import (
-    check_ids,
-    check_logits,
-    check_options,
-    scored,
-    token_operands,
-    TokenOperands,
-    zero_ignored_nan_outside,
+from ._operands import check_chunk, check_ids, check_logits, TokenOperands
+from ._scoring import (
+    arithmetic_dtype,
+    backward_block,
+    finish,
+    flat,
+    forward_block,
+    LogprobsAndEntropy,
+    operands_spec,
+    prepare,
+    row_gradients,
+    Scoring,
+    TARGETS_REMEDY,
 )
-from ._stats import block_stats, entropy, merge_shards, Normalizer, normalizer, softmax_part
-from ._transform import LogitTransform, transform_cotangent, transform_logits
-from .sharding import MeshAxes, place, Placement
-from .sharding._errors import wrong
-
-
-# Up to this many ids per token, 1[v = y] is added by comparison, in the same pass that computes p; beyond, by a
-# scatter into the block, which costs one more pass over it and no longer grows with K.
-_MOST_COMPARED_IDS = 8
-
-
-class LogprobsAndEntropy(NamedTuple):
-    """Log-probabilities of the targets and entropies, each `[*batch]`, in nats."""
-
-    logprobs: Float[Array, "*batch"]
-    entropy: Float[Array, "*batch"]
+from ._stats import Normalizer
+from ._transform import LogitTransform
+from .sharding import MeshAxes, place
 
 
 def token_logprobs(
@@ -93,9 +83,9 @@ def token_logprobs(
         Array([-0.4076,  0.    ], dtype=float32)
     """
     logits = check_logits(logits)
-    targets = check_ids("targets", targets, logits.shape[:-1], _TARGETS_REMEDY)
+    targets = check_ids("targets", targets, logits.shape[:-1], TARGETS_REMEDY)
     out = _validated_score(
-        logits, targets[..., None], loss_mask, transform, ignore_index, axes, mesh, token_chunk, _Entropy(False, False)
+        logits, targets[..., None], loss_mask, transform, ignore_index, axes, mesh, token_chunk, NO_ENTROPY
     )
     return out[0][..., 0]
 
@@ -134,8 +124,8 @@ def token_logprobs_and_entropy(
         (Array([-2.2395], dtype=float32), Array([0.6656], dtype=float32))
     """
     logits = check_logits(logits)
-    targets = check_ids("targets", targets, logits.shape[:-1], _TARGETS_REMEDY)
-    gate = _Entropy(True, entropy_is_differentiated(entropy_coef))
+    targets = check_ids("targets", targets, logits.shape[:-1], TARGETS_REMEDY)
+    gate = entropy_gate(entropy_coef)
     logprobs, entropies = _validated_score(
         logits, targets[..., None], loss_mask, transform, ignore_index, axes, mesh, token_chunk, gate
     )
@@ -162,7 +152,7 @@ def token_entropy(
     """
     logits = check_logits(logits)
     no_ids = jnp.zeros((*logits.shape[:-1], 0), jnp.int32)
-    gate = _Entropy(True, entropy_is_differentiated(entropy_coef))
+    gate = entropy_gate(entropy_coef)
     return _validated_score(logits, no_ids, loss_mask, transform, -100, axes, mesh, token_chunk, gate)[1]
 
 
@@ -190,52 +180,23 @@ def gather_logprobs(
     num_ids = jnp.shape(ids)[-1] if jnp.ndim(ids) == jnp.ndim(logits) else "K"
     remedy = "For one id per token without the last dimension, see `token_logprobs`."
     ids = check_ids("ids", ids, (*logits.shape[:-1], num_ids), remedy)
-    return _validated_score(
-        logits, ids, loss_mask, transform, ignore_index, axes, mesh, token_chunk, _Entropy(False, False)
-    )[0]
-
-
-_TARGETS_REMEDY = "One id for each row of logits, already shifted: position t holds the token that position t predicts."
-
-
-class _Entropy(NamedTuple):
-    wanted: bool
-    differentiated: bool
-
-
-@dataclass(frozen=True)
-class _Static:
-    """All that `_score` must know before it is traced."""
-
-    placement: Placement
-    logit_softcap: float | None
-    vocab_size: int
-    padded: bool
-    ignore_index: int
-    entropy: _Entropy
-    token_chunk: int | None
+    return _validated_score(logits, ids, loss_mask, transform, ignore_index, axes, mesh, token_chunk, NO_ENTROPY)[0]
 
 
 def _validated_score(
-    logits, ids, loss_mask, transform: LogitTransform, ignore_index, axes, mesh, token_chunk, gate: _Entropy
+    logits, ids, loss_mask, transform: LogitTransform, ignore_index, axes, mesh, token_chunk, gate: EntropyGate
 ) -> Any:
     *batch, width = logits.shape
-    check_options(transform, ignore_index, token_chunk)
-    placement = place(axes, mesh, logits, name="logits", rank=len(batch))
-    columns = width * placement.manual_vocab_shards
-    vocab_size = columns if transform.vocab_size is None else transform.vocab_size
-    if vocab_size > columns:
-        raise ValueError(wrong("transform.vocab_size", f"be at most the {columns} columns of logits", vocab_size))
-    operands = token_operands(
-        ids, loss_mask, transform, ignore_index, batch=tuple(batch), dtype=_dtype(logits), placement=placement
-    )
-    logits, operands = placement.vary_alike((placement.with_spec(logits, placement.vocab_entry), operands))
-    static = _Static(
-        placement, transform.logit_softcap, vocab_size, vocab_size < columns, ignore_index, gate, token_chunk
-    )
-    out: Any = _score(static, reverse_mode_only(logits), operands)
-    logprobs, entropies = out
-    return logprobs, entropies if gate.differentiated or not gate.wanted else lax.stop_gradient(entropies)
+    check_chunk("token_chunk", token_chunk)
+    roles = (*("tokens",) * len(batch), "vocab")
+    placement = place(axes, mesh, {"logits": (logits, roles)}, rank=len(batch))
+    scoring, operands = prepare(
+        placement, ids, loss_mask, transform, ignore_index, gate,
+        batch=tuple(batch), width=width, dtype=arithmetic_dtype(logits), name="logits",
+    )  # fmt: skip
+    logits, operands = placement.vary_alike((placement.with_spec(logits, *roles), operands))
+    logprobs, entropies = _score(scoring, token_chunk, reverse_mode_only(logits), operands)
+    return logprobs, apply_gate(gate, entropies)
 
 
 class _Residuals(NamedTuple):
@@ -247,32 +208,28 @@ class _Residuals(NamedTuple):
     entropies: Float[Array, "*batch"] | None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score(static: _Static, logits: jax.Array, operands: TokenOperands) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _score(scoring: Scoring, token_chunk: int | None, logits: jax.Array, operands: TokenOperands) -> Any:
     """(log-probabilities [*batch, K], entropies [*batch] or None) of what the caller holds, on any placement."""
-    return _forward(static, logits, operands)[0]
+    return _forward(scoring, token_chunk, logits, operands)[0]
 
 
-def _score_fwd(static: _Static, logits: jax.Array, operands: TokenOperands):
-    out, norm = _forward(static, first_derivative_only(logits), operands)
-    return out, _Residuals(logits, operands, norm, out[1] if static.entropy.differentiated else None)
+def _score_fwd(scoring: Scoring, token_chunk: int | None, logits: jax.Array, operands: TokenOperands):
+    out, norm = _forward(scoring, token_chunk, first_derivative_only(logits), operands)
+    return out, _Residuals(logits, operands, norm, out[1] if scoring.entropy.differentiated else None)
 
 
-def _score_bwd(static: _Static, residuals: _Residuals, cotangents):
+def _score_bwd(scoring: Scoring, token_chunk: int | None, residuals: _Residuals, cotangents):
     # Without the barrier XLA may keep exp(z - m) of the forward for the backward, an [N, V] array in float32. Seen
     # where one chunk holds all rows, ahead of time for v5e: 11.4 GiB instead of 7.6 at the shapes of the README.
     residuals = residuals._replace(logits=lax.optimization_barrier(residuals.logits))
     dlogprobs, dentropy = jax.tree.map(first_derivative_only, cotangents)
-    dentropy = dentropy if static.entropy.differentiated else None
-    logits_spec, ids_spec, token_spec = _specs(static.placement)
-    backward = static.placement.run(
-        partial(_local_backward, static),
-        (
-            _Residuals(logits_spec, TokenOperands(ids_spec, token_spec, token_spec), token_spec, token_spec),
-            ids_spec,
-            token_spec,
-        ),
-        logits_spec,
+    dentropy = dentropy if scoring.entropy.differentiated else None
+    logits, ids, tokens = _specs(scoring)
+    backward = scoring.placement.run(
+        partial(_local_backward, scoring, token_chunk),
+        (_Residuals(logits, operands_spec(scoring.placement), tokens, tokens), ids, tokens),
+        logits,
     )
     return backward(residuals, dlogprobs, dentropy), None
 
@@ -280,97 +237,55 @@ def _score_bwd(static: _Static, residuals: _Residuals, cotangents):
 _score.defvjp(_score_fwd, _score_bwd)
 
 
-def _specs(placement: Placement) -> tuple[Any, Any, Any]:
+def _specs(scoring: Scoring) -> tuple[Any, Any, Any]:
     """The specs of logits, of ids and their log-probabilities, and of what has one value a token."""
-    return placement.spec(placement.vocab_entry), placement.spec(None), placement.spec()
+    place = scoring.placement
+    return place.spec(*place.batch, "vocab"), place.spec(*place.batch, None), place.spec(*place.batch)
 
 
-def _forward(static: _Static, logits: jax.Array, operands: TokenOperands) -> Any:
-    logits_spec, ids_spec, token_spec = _specs(static.placement)
-    return static.placement.run(
-        partial(_local_forward, static),
-        (logits_spec, TokenOperands(ids_spec, token_spec, token_spec)),
-        ((ids_spec, token_spec), token_spec),
+def _forward(scoring: Scoring, token_chunk: int | None, logits: jax.Array, operands: TokenOperands) -> Any:
+    logits_spec, ids, tokens = _specs(scoring)
+    return scoring.placement.run(
+        partial(_local_forward, scoring, token_chunk),
+        (logits_spec, operands_spec(scoring.placement)),
+        ((ids, tokens), tokens),
     )(logits, operands)
 
 
-def _local_forward(static: _Static, logits: jax.Array, operands: TokenOperands):
+def _local_forward(scoring: Scoring, token_chunk: int | None, logits: jax.Array, operands: TokenOperands):
     """Statistics chunk by chunk, then one merge over the vocabulary shards."""
     *batch, width = logits.shape
-    logits, operands = _flat((logits, operands), len(batch))
-    local_ids, held, columns = _locate(static, operands.ids, width)
+    logits, operands = flat((logits, operands), len(batch))
+    dtype, first = arithmetic_dtype(logits), scoring.first_id(width)
+    local_ids, columns = operands.ids - first, scoring.columns(first, width)
 
     def block(x, rows: Rows):
         operands_, clipped = rows.take((operands, jnp.clip(local_ids, 0, width - 1)))
-        z = transform_logits(x.astype(_dtype(logits)), columns, static.logit_softcap, static.vocab_size)
-        chosen = jnp.take_along_axis(x, clipped, axis=-1)
-        return block_stats(z, operands_.inverse_temperature, with_entropy=static.entropy.wanted), chosen
+        stats = forward_block(scoring, x.astype(dtype), columns, operands_.inverse_temperature)
+        return stats, jnp.take_along_axis(x, clipped, axis=-1)
 
-    stats, chosen = map_rows(block, logits, static.token_chunk)
-    chosen = transform_logits(chosen.astype(_dtype(logits)), None, static.logit_softcap, static.vocab_size)
-    stats, shifted = merge_shards(stats, chosen, held, operands.inverse_temperature, static.placement.vocab)
-    norm = normalizer(stats)
-    counted, outside = scored(operands.ids, operands.valid, static.ignore_index, static.vocab_size)
-    logprobs = zero_ignored_nan_outside(shifted - norm.log_sum[:, None], counted, outside)
-    entropies = jnp.where(operands.valid, entropy(stats), 0.0) if static.entropy.wanted else None
-    return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), ((logprobs, entropies), norm))
+    stats, chosen = map_rows(block, logits, token_chunk)
+    held = (local_ids >= 0) & (local_ids < width)
+    out = finish(scoring, stats, chosen.astype(dtype), held, operands)
+    return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), out)
 
 
-def _local_backward(static: _Static, residuals: _Residuals, dlogprobs: jax.Array, dentropy: jax.Array | None):
-    """dlogits of the columns held here, from p recomputed chunk by chunk:
-
-    τ dz = Σ_k dlogprobs_k 1[v = id_k]                              (chosen ids)
-           - p (Σ_k dlogprobs_k + dentropy (log p + entropy))       (softmax part)
-    dx   = dz dz/dx                                                 (transform)
-    """
-    shape = residuals.logits.shape
-    (logits, operands, norm, entropies), dlogprobs, dentropy = _flat((residuals, dlogprobs, dentropy), len(shape) - 1)
-    local_ids, _, columns = _locate(static, operands.ids, shape[-1])
-    counted, outside = scored(operands.ids, operands.valid, static.ignore_index, static.vocab_size)
-    dlogprobs = zero_ignored_nan_outside(dlogprobs, counted, outside)
-    per_token = (operands, norm, entropies, dlogprobs, jnp.sum(dlogprobs, axis=-1), dentropy, local_ids)
+def _local_backward(
+    scoring: Scoring,
+    token_chunk: int | None,
+    residuals: _Residuals,
+    dlogprobs: jax.Array,
+    dentropy: jax.Array | None,
+):
+    """dlogits of the columns held here, chunk by chunk."""
+    shape, dtype = residuals.logits.shape, arithmetic_dtype(residuals.logits)
+    (logits, operands, norm, entropies), dlogprobs, dentropy = flat((residuals, dlogprobs, dentropy), len(shape) - 1)
+    first = scoring.first_id(shape[-1])
+    columns = scoring.columns(first, shape[-1])
+    per_row = row_gradients(scoring, operands, norm, entropies, operands.ids - first, dlogprobs, dentropy)
 
     def block(x, rows: Rows):
-        operands_, norm_, entropies_, dlogprobs_, dsum, dentropy_, ids = rows.take(per_token)
-        x = x.astype(_dtype(logits))
-        z = transform_logits(x, columns, static.logit_softcap, static.vocab_size)
-        dz = softmax_part(z, norm_, operands_.inverse_temperature, dsum, entropies_, dentropy_)
-        dz = _add_at_ids(dz, ids, dlogprobs_)
-        if operands_.inverse_temperature is not None:
-            dz = dz * operands_.inverse_temperature[:, None]
-        dx = transform_cotangent(dz, x, columns, static.logit_softcap, static.vocab_size)
-        return jnp.where(operands_.valid[:, None], dx, 0.0).astype(logits.dtype)
+        return backward_block(scoring, x.astype(dtype), columns, rows.take(per_row)).astype(logits.dtype)
 
     # The buffer starts as the logits, and each block of it is read before it is overwritten.
-    return update_rows(block, logits, static.token_chunk).reshape(shape)
-
-
-def _dtype(logits: jax.Array):
-    """The dtype of all arithmetic on logits, and of the results."""
-    return logits.dtype if logits.dtype == jnp.float64 else jnp.dtype(jnp.float32)
-
-
-def _flat(tree: Any, batch_rank: int) -> Any:
-    """The leading batch dimensions of every array, as one."""
-    return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:batch_rank]), *a.shape[batch_rank:]), tree)
-
-
-def _locate(static: _Static, ids: jax.Array, width: int):
-    """Ids as column numbers of this shard, whether it holds them, and the ids of its columns where some are padding."""
-    vocab = static.placement.vocab
-    offset = lax.axis_index(vocab) * width if vocab else 0
-    local = ids - offset
-    columns = lax.iota(jnp.int32, width)[None, :] + offset if static.padded else None
-    return local, (local >= 0) & (local < width), columns
-
-
-def _add_at_ids(dz: jax.Array, local_ids: jax.Array, d: jax.Array) -> jax.Array:
-    """dz + Σ_k d_k 1[v = id_k]; ids of other shards are no columns here."""
-    rows, width = dz.shape
-    if local_ids.shape[-1] <= _MOST_COMPARED_IDS:
-        columns = lax.iota(jnp.int32, width)[None, :]
-        for k in range(local_ids.shape[-1]):
-            dz = dz + jnp.where(columns == local_ids[:, k, None], d[:, k, None], 0.0)
-        return dz
-    local_ids = jnp.where(local_ids < 0, width, local_ids)
-    return dz.at[lax.iota(jnp.int32, rows)[:, None], local_ids].add(d, mode="drop")
+    return update_rows(block, logits, token_chunk).reshape(shape)

@@ -56,28 +56,37 @@ def token_operands(
         if array is not None:
             vocab_must_not_vary(array, placement, name)
     return TokenOperands(
-        placement.with_spec(ids, None),
-        placement.with_spec(valid),
-        None if inverse_temperature is None else placement.with_spec(inverse_temperature),
+        placement.with_spec(ids, *placement.batch, None),
+        placement.with_spec(valid, *placement.batch),
+        None if inverse_temperature is None else placement.with_spec(inverse_temperature, *placement.batch),
     )
 
 
-def check_options(transform: object, ignore_index: object, token_chunk: object) -> None:
+def check_options(transform: object, ignore_index: object) -> None:
     """What is static has to be a Python or NumPy value.
 
     Raises:
         TypeError: another type.
-        ValueError: token_chunk below 1, or ignore_index beyond int32.
+        ValueError: ignore_index beyond int32.
     """
     if not isinstance(transform, LogitTransform):
         raise TypeError(wrong("transform", "be a LogitTransform", repr(transform), "LogitTransform(temperature=...)."))
     check_static_int("ignore_index", ignore_index)
     if not -(2**31) <= operator.index(ignore_index) < 2**31:  # pyright: ignore[reportArgumentType]
         raise ValueError(wrong("ignore_index", "be an int32", ignore_index))
-    if token_chunk is not None:
-        check_static_int("token_chunk", token_chunk)
-        if operator.index(token_chunk) < 1:  # pyright: ignore[reportArgumentType]
-            raise ValueError(wrong("token_chunk", "be at least 1, or None", token_chunk))
+
+
+def check_chunk(name: str, chunk: object) -> None:
+    """A static size of a loop's blocks.
+
+    Raises:
+        TypeError: not an integer or None.
+        ValueError: below 1.
+    """
+    if chunk is not None:
+        check_static_int(name, chunk)
+        if operator.index(chunk) < 1:  # pyright: ignore[reportArgumentType]
+            raise ValueError(wrong(name, "be at least 1, or None", chunk))
 
 
 def check_logits(logits: jax.Array | np.ndarray) -> Float[Array, "..."]:

@@ -67,6 +67,22 @@ def rescale(
     return SoftmaxStats(top, stats.sum * scale, weighted)
 
 
+def no_stats(like: Float[Array, " N"], *, with_entropy: bool) -> SoftmaxStats:
+    """Statistics of no columns at all: what `merge_blocks` starts from."""
+    nothing = jnp.zeros_like(like)
+    return SoftmaxStats(jnp.full_like(like, -jnp.inf), nothing, nothing if with_entropy else None)
+
+
+def merge_blocks(
+    one: SoftmaxStats, other: SoftmaxStats, inverse_temperature: Float[Array, " N"] | None
+) -> SoftmaxStats:
+    """Statistics of the columns of both."""
+    top = jnp.maximum(one.max, other.max)
+    one, other = (rescale(stats, top, inverse_temperature) for stats in (one, other))
+    weighted = None if one.weighted is None or other.weighted is None else one.weighted + other.weighted
+    return SoftmaxStats(top, one.sum + other.sum, weighted)
+
+
 def merge_shards(
     stats: SoftmaxStats,
     chosen: Float[Array, "N K"],

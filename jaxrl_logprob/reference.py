@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from ._gate import entropy_is_differentiated
-from ._logits import LogprobsAndEntropy
+from ._scoring import LogprobsAndEntropy
 from ._transform import LogitTransform
 
 

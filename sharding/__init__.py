@@ -5,5 +5,5 @@ Imports as `jaxrl_logprob.sharding`. Knows nothing of log-probabilities.
 
 from ._axes import MeshAxes as MeshAxes
 from ._mesh import make_mesh as make_mesh
-from ._placement import place as place, Placement as Placement
+from ._placement import place as place, Placement as Placement, Role as Role
 from ._vocab import VocabPartition as VocabPartition

@@ -31,11 +31,14 @@ class MeshAxes:
             "context", (None, "context") for T alone, (("data", "fsdp"), "context") for B over two axes.
             Where there is one batch dimension, a flat tuple of names splits that dimension over all of them.
         vocab: the axes that split the vocabulary dimension of logits or lm_head.
-        features: the axes that split the width D of lm_head (FSDP). Ops from logits have no such dimension.
+        features: the axes that split the width D of lm_head (FSDP); they may split tokens too. Ops from logits have
+            no such dimension.
+        sequence_parallel: the last batch dimension of hidden_states is also split over `vocab`, after its own axes
+            (Megatron's sequence parallelism). Targets and results are not.
 
     Raises:
         TypeError: an entry is not a name, a tuple of entries, a PartitionSpec or None.
-        ValueError: an axis is named twice.
+        ValueError: an axis is named twice, other than in tokens and features, or sequence_parallel without vocab.
 
     Example:
         >>> MeshAxes(tokens=("data", "context"), vocab="vocab").per_dimension(2)
@@ -47,6 +50,7 @@ class MeshAxes:
     tokens: AxisEntry = None
     vocab: AxisEntry = None
     features: AxisEntry = None
+    sequence_parallel: bool = False
 
     def __post_init__(self):
         for field in ("tokens", "vocab", "features"):
@@ -54,17 +58,19 @@ class MeshAxes:
             if isinstance(entry, PartitionSpec):
                 object.__setattr__(self, field, tuple(entry))
             _check_entry(f"axes.{field}", getattr(self, field))
-        names = [n for e in (self.tokens, self.vocab, self.features) for n in axis_names(e)]
-        twice = sorted({n for n in names if names.count(n) > 1})
+        tokens, vocab, features = (axis_names(e) for e in (self.tokens, self.vocab, self.features))
+        twice = sorted({n for names in ((*tokens, *vocab), (*vocab, *features)) for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(
                 wrong(
                     "axes",
                     "name each mesh axis once",
                     f"{twice} more than once in {self}",
-                    "One axis splits tokens, vocabulary or features, not two of them.",
+                    "One axis splits tokens or vocabulary, not both; `features` may share axes with `tokens` (FSDP).",
                 )
             )
+        if self.sequence_parallel and not vocab:
+            raise ValueError(wrong("axes.vocab", "be given where sequence_parallel is True", repr(self)))
 
     def per_dimension(self, rank: int) -> tuple[AxisEntry, ...]:
         """`tokens` as one entry for each of `rank` batch dimensions.

@@ -5,10 +5,11 @@ the vocabulary are split, and runs a local function there. The four situations (
 caller's shard_map over all axes, or over some) differ here and nowhere else.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -18,14 +19,19 @@ from ._axes import axis_names, AxisEntry, MeshAxes
 from ._errors import wrong
 
 
+# What a dimension of an array is. The batch dimensions of an op are "tokens", in order; "sequence" is the last of them
+# where it is split over the vocabulary axes too (`MeshAxes.sequence_parallel`). None is whole everywhere.
+Role = Literal["tokens", "sequence", "vocab", "features"] | None
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where an op runs. Hashable, so that it can be a static argument.
 
     Attributes:
         mesh: the mesh to map over, or None: no mesh, or every axis is already manual.
-        tokens: for each batch dimension, the axes that split it and are not manual yet.
-        vocab: all mesh axes that split the vocabulary; collectives name these.
+        axes: how the caller says, or the types say, that the arrays are split.
+        rank: the number of batch dimensions.
         mapped: the axes that `run` makes manual: those that split something. The others are left to JAX: a dimension
             that the caller vmaps over stays split as it is.
         manual_vocab_shards: how many vocabulary shards the caller's own shard_map has made: the whole vocabulary
@@ -33,19 +39,39 @@ class Placement:
     """
 
     mesh: Mesh | AbstractMesh | None
-    tokens: tuple[AxisEntry, ...]
-    vocab: tuple[str, ...]
+    axes: MeshAxes
+    rank: int
     mapped: frozenset[str]
     manual_vocab_shards: int
 
-    def spec(self, *trailing: AxisEntry) -> PartitionSpec:
-        """The spec of an array [*batch, *trailing]."""
-        return PartitionSpec(*self.tokens, *trailing)
+    @property
+    def vocab(self) -> tuple[str, ...]:
+        """All mesh axes that split the vocabulary; collectives name these."""
+        return axis_names(self.axes.vocab)
 
     @property
-    def vocab_entry(self) -> tuple[str, ...] | None:
-        """The entry for a vocabulary dimension in `spec`."""
-        return tuple(a for a in self.vocab if a in self.mapped) or None
+    def features(self) -> tuple[str, ...]:
+        """The axes over which a local block of lm_head has to be gathered along its width: those that split tokens too.
+
+        Where all devices along an axis have the same tokens, JAX gathers and slices, outside of the op.
+        """
+        tokens = axis_names(self.axes.tokens)
+        return tuple(a for a in axis_names(self.axes.features) if a in tokens)
+
+    @property
+    def batch(self) -> tuple[Role, ...]:
+        """The roles of the batch dimensions."""
+        return ("tokens",) * self.rank
+
+    @property
+    def hidden(self) -> tuple[Role, ...]:
+        """The roles of hidden states [*batch, D]."""
+        return sequence_last(self.rank) + (None,)
+
+    def spec(self, *roles: Role) -> PartitionSpec:
+        """The spec of an array with these dimensions, as `run` wants it."""
+        entries = _entries(dataclasses.replace(self.axes, features=self.features), roles)
+        return PartitionSpec(*(tuple(a for a in axis_names(e) if a in self.mapped) or None for e in entries))
 
     def run(self, fun: Callable, in_specs: tuple, out_specs: object) -> Callable:
         """`fun` of local blocks as a function of the arrays the caller holds."""
@@ -56,14 +82,14 @@ class Placement:
             fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.mapped), check_vma=True
         )
 
-    def with_spec(self, array: jax.Array, *trailing: AxisEntry) -> jax.Array:
-        """`array` [*batch, *trailing] in the sharding that `run` wants of it.
+    def with_spec(self, array: jax.Array, *roles: Role) -> jax.Array:
+        """`array` in the sharding that `run` wants of it.
 
         Under Explicit axes shardings are types, and an O(N) mask made by `jnp.ones` has another one than the logits.
         """
         if self.mesh is None or not _explicit(self.mesh):
             return array
-        spec = PartitionSpec(*_typed_entries(self.mesh, self.spec(*trailing)))
+        spec = PartitionSpec(*_typed_entries(self.mesh, self.spec(*roles)))
         return jax.reshard(array, spec if isinstance(self.mesh, AbstractMesh) else NamedSharding(self.mesh, spec))
 
     def vary_alike(self, tree: Any) -> Any:
@@ -72,30 +98,34 @@ class Placement:
         A scan carry has one type from its first step to its last. The transpose is the sum over the axes that
         were added, so that the gradient of a replicated array is right.
         """
-        varying = frozenset().union(*(_vma(a) for a in jax.tree.leaves(tree))) - frozenset(self.vocab)
+        varying = frozenset().union(*(vma(a) for a in jax.tree.leaves(tree))) - frozenset(self.vocab)
+        return jax.tree.map(lambda array: vary_over(array, varying), tree)
 
-        def vary(array):
-            missing = tuple(varying - _vma(array))
-            return lax.pcast(array, missing, to="varying") if missing else array
 
-        return jax.tree.map(vary, tree)
+def sequence_last(rank: int) -> tuple[Role, ...]:
+    """The roles of `rank` batch dimensions, of which the last may be split over the vocabulary axes too."""
+    return (("tokens",) * (rank - 1) + ("sequence",)) if rank else ()
 
 
 def place(
-    axes: MeshAxes | None, mesh: Mesh | AbstractMesh | None, array: jax.Array, *, name: str, rank: int
+    axes: MeshAxes | None,
+    mesh: Mesh | AbstractMesh | None,
+    arrays: Mapping[str, tuple[jax.Array, tuple[Role, ...]]],
+    *,
+    rank: int,
 ) -> Placement:
-    """The placement of an op whose operand `array` is [*batch, V].
+    """The placement of an op with these operands.
 
     Args:
-        axes: how the operand is split; None reads it from `array`'s type, where the mesh axes are Explicit.
+        axes: how the operands are split; None reads it from their types, where the mesh axes are Explicit.
         mesh: None takes the one set by `jax.set_mesh`.
-        array: the operand that is split over the vocabulary as well as over tokens.
-        name: what error messages call it.
-        rank: how many batch dimensions it has.
+        arrays: what error messages call it -> the operand, and what its dimensions are. The first of them has all of
+            the batch dimensions.
+        rank: how many batch dimensions there are.
 
     Raises:
         TypeError: `axes` or `mesh` of another type.
-        ValueError: axes that are not in the mesh, that do not divide the array, that contradict the array's
+        ValueError: axes that are not in the mesh, that do not divide an array, that contradict its
             type, or that are needed and not given.
     """
     context = jax.sharding.get_abstract_mesh()
@@ -104,25 +134,22 @@ def place(
         mesh = context if context.axis_names else None
     _check_arguments(axes, mesh, context)
     if axes is None:
-        axes = _axes_from_type(array, mesh, manual, name, rank)
-    tokens, vocab = axes.per_dimension(rank), axis_names(axes.vocab)
+        axes = _axes_from_types(arrays, mesh)
+    axes = dataclasses.replace(axes, tokens=axes.per_dimension(rank))
     _check_names(axes, mesh)
-    _check_divides(array, mesh, manual, (*tokens, vocab or None), name)
+    for name, (array, roles) in arrays.items():
+        _check_divides(array, mesh, manual, _entries(axes, roles), roles, name)
     if mesh is None:
-        return Placement(None, tokens, vocab, frozenset(), 1)
-    named = {n for entry in (*tokens, vocab) for n in axis_names(entry)}
-    mapped = frozenset(named - manual)
-    placement = Placement(
-        mesh if mapped else None,
-        tuple(tuple(a for a in axis_names(entry) if a in mapped) or None for entry in tokens),
-        vocab,
-        mapped,
-        math.prod(mesh.shape[a] for a in vocab if a in manual),
-    )
-    if manual:
-        _check_local(array, axes, manual, name)
-    elif _explicit(mesh):
-        _check_type(array, placement, name)
+        return Placement(None, axes, rank, frozenset(), 1)
+    vocab = axis_names(axes.vocab)
+    mapped = frozenset({*axis_names(axes.tokens), *vocab} - manual)
+    shards = math.prod(mesh.shape[a] for a in vocab if a in manual)
+    placement = Placement(mesh if mapped else None, axes, rank, mapped, shards)
+    for name, (array, roles) in arrays.items():
+        if manual:
+            _check_local(array, axes, manual, roles, name)
+        elif _explicit(mesh):
+            _check_type(array, axes, roles, name)
     return placement
 
 
@@ -132,7 +159,7 @@ def vocab_must_not_vary(array: jax.Array, placement: Placement, name: str) -> No
     Raises:
         ValueError: `array` varies over a vocabulary axis.
     """
-    varying = sorted(_vma(array) & set(placement.vocab))
+    varying = sorted(vma(array) & set(placement.vocab))
     if varying:
         raise ValueError(
             wrong(
@@ -145,8 +172,27 @@ def vocab_must_not_vary(array: jax.Array, placement: Placement, name: str) -> No
         )
 
 
-def _vma(array: jax.Array) -> frozenset[str]:
+def vma(array: jax.Array) -> frozenset[str]:
+    """The manual mesh axes over which `array` varies."""
     return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
+def vary_over(array: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`array`, varying over these axes too; the transpose is a sum over those that were added."""
+    missing = tuple(sorted(frozenset(axes) - vma(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def _entries(axes: MeshAxes, roles: tuple[Role, ...]) -> tuple[AxisEntry, ...]:
+    """The entry of a PartitionSpec for each dimension."""
+    rank = sum(role in ("tokens", "sequence") for role in roles)
+    tokens = iter(axes.per_dimension(rank) if rank else ())
+    entries = []
+    for role in roles:
+        entry = next(tokens) if role in ("tokens", "sequence") else None if role is None else getattr(axes, role)
+        extra = axes.vocab if role == "sequence" and axes.sequence_parallel else None
+        entries.append((*axis_names(entry), *axis_names(extra)) or None)
+    return tuple(entries)
 
 
 def _explicit(mesh: Mesh | AbstractMesh) -> bool:
@@ -159,10 +205,12 @@ def _typed_entries(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> tuple[Axis
     return tuple(tuple(a for a in axis_names(entry) if a in typed) or None for entry in spec)
 
 
-def _axes_from_type(array, mesh, manual, name: str, rank: int) -> MeshAxes:
-    typed = any(axis_names(entry) for entry in jax.typeof(array).sharding.spec)
-    if mesh is None and (typed or not (isinstance(array, jax.core.Tracer) or array.is_fully_replicated)):
-        how = jax.typeof(array) if typed else array.sharding
+def _axes_from_types(arrays, mesh) -> MeshAxes:
+    name, (array, _) = next(iter(arrays.items()))
+    typed = [a for a, _ in arrays.values() if any(axis_names(entry) for entry in jax.typeof(a).sharding.spec)]
+    placed = [a for a, _ in arrays.values() if not (isinstance(a, jax.core.Tracer) or a.is_fully_replicated)]
+    if mesh is None and (typed or placed):
+        how = jax.typeof(typed[0]) if typed else placed[0].sharding
         remedy = "Say how it is split, MeshAxes(tokens=..., vocab=...), and pass mesh= or set it by jax.set_mesh."
         raise ValueError(wrong("axes", f"be given where {name} is split over devices", f"None for {how}", remedy))
     if mesh is None or math.prod(mesh.shape.values()) == 1:
@@ -179,9 +227,19 @@ def _axes_from_type(array, mesh, manual, name: str, rank: int) -> MeshAxes:
                 f"Explicit axes can be read from the array, and {unread} are {types[unread[0]].name}.",
             )
         )
-    spec = tuple(jax.typeof(array).sharding.spec)
-    spec += (None,) * (rank + 1 - len(spec))
-    return MeshAxes(tokens=tuple(axis_names(e) or None for e in spec[:-1]), vocab=spec[-1])
+    read: dict[Role, list] = {role: [] for role in ("tokens", "sequence", "vocab", "features")}
+    for array, roles in arrays.values():
+        for entry, role in zip([*jax.typeof(array).sharding.spec] + [None] * array.ndim, roles):
+            read.setdefault(role, []).append(axis_names(entry))
+    first = lambda role: next((names for names in read[role] if names), ())
+    vocab, sequence = first("vocab"), first("sequence")
+    tokens = [*read["tokens"], *read["sequence"]][: sum(r in ("tokens", "sequence") for r in arrays[name][1])]
+    return MeshAxes(
+        tokens=tuple(tuple(a for a in names if a not in vocab) or None for names in tokens),
+        vocab=vocab or None,
+        features=first("features") or None,
+        sequence_parallel=bool(vocab) and set(vocab) <= set(sequence),
+    )
 
 
 def _check_arguments(axes, mesh, context) -> None:
@@ -201,7 +259,7 @@ def _check_arguments(axes, mesh, context) -> None:
 
 
 def _check_names(axes: MeshAxes, mesh) -> None:
-    names = (*axis_names(axes.tokens), *axis_names(axes.vocab))
+    names = (*axis_names(axes.tokens), *axis_names(axes.vocab), *axis_names(axes.features))
     known = () if mesh is None else mesh.axis_names
     missing = [n for n in names if n not in known]
     if missing and mesh is None:
@@ -217,29 +275,34 @@ def _check_names(axes: MeshAxes, mesh) -> None:
         raise ValueError(wrong("axes", f"name axes of the mesh {dict(mesh.shape)}", missing))
 
 
-def _check_divides(array, mesh, manual, entries: tuple, name: str) -> None:
-    for dim, entry in enumerate(entries):
+_REMEDIES = {
+    "tokens": 'Pad the batch (loss_mask False there), or split another dimension, as tokens=(None, "context").',
+    "sequence": "Pad the batch (loss_mask False there), or leave sequence_parallel out.",
+    "vocab": "Pad it (VocabPartition.pad) and give the true size: LogitTransform(vocab_size=...).",
+    "features": "Leave `features` out: lm_head is then gathered by JAX.",
+}
+
+
+def _check_divides(array, mesh, manual, entries: tuple, roles: tuple[Role, ...], name: str) -> None:
+    for dim, (entry, role) in enumerate(zip(entries, roles)):
         ways = math.prod(mesh.shape[a] for a in axis_names(entry) if a not in manual) if mesh is not None else 1
         if array.shape[dim] % ways:
-            last = dim == len(entries) - 1
-            remedy = (
-                "Pad it (VocabPartition.pad) and give the true size: LogitTransform(vocab_size=...)."
-                if last
-                else 'Pad the batch (loss_mask False there), or split another dimension, as tokens=(None, "context").'
-            )
             raise ValueError(
                 wrong(
                     name,
                     f"have a dimension {dim} that divides into {ways} shards over {axis_names(entry)}",
                     f"shape {array.shape}",
-                    remedy,
+                    _REMEDIES[role] if role else "",
                 )
             )
 
 
-def _check_local(array, axes: MeshAxes, manual, name: str) -> None:
-    vocab, named = set(axis_names(axes.vocab)), {*axis_names(axes.tokens), *axis_names(axes.vocab)}
-    missing = sorted((vocab & manual) - _vma(array))
+def _check_local(array, axes: MeshAxes, manual, roles: tuple[Role, ...], name: str) -> None:
+    if "vocab" not in roles and not (axes.sequence_parallel and "sequence" in roles):
+        return
+    vocab = set(axis_names(axes.vocab))
+    named = {*axis_names(axes.tokens), *axis_names(axes.features), *vocab}
+    missing = sorted((vocab & manual) - vma(array))
     if missing:
         raise ValueError(
             wrong(
@@ -250,7 +313,7 @@ def _check_local(array, axes: MeshAxes, manual, name: str) -> None:
                 "cotangent from a split one, and gradients come out divided by the axis size.",
             )
         )
-    unnamed = sorted(_vma(array) - named)
+    unnamed = sorted(vma(array) - named)
     if unnamed and axes.vocab is None and array.ndim > 1:
         raise ValueError(
             wrong(
@@ -262,18 +325,19 @@ def _check_local(array, axes: MeshAxes, manual, name: str) -> None:
         )
 
 
-def _check_type(array, placement: Placement, name: str) -> None:
+def _check_type(array, axes: MeshAxes, roles: tuple[Role, ...], name: str) -> None:
     """Axes of size 1 split nothing, and may be in the one and not in the other."""
     typed = jax.typeof(array).sharding
     split = lambda spec: [
         [a for a in axis_names(entry) if typed.mesh.shape[a] > 1] for entry in _typed_entries(typed.mesh, spec)
     ]
-    have, want = split(typed.spec), split(placement.spec(placement.vocab_entry))
-    if have + [[]] * (array.ndim - len(have)) != want:
+    want = PartitionSpec(*_entries(axes, roles))
+    have = split(typed.spec)
+    if have + [[]] * (array.ndim - len(have)) != split(want):
         raise ValueError(
             wrong(
                 name,
-                f"be split as `axes` says, {placement.spec(placement.vocab_entry)}",
+                f"be split as `axes` says, {want}",
                 f"one of type {typed.spec}",
                 "Leave `axes` out to read it from the array, or `jax.reshard` the array.",
             )

@@ -1,0 +1,64 @@
+"""How large the blocks of the loops over hidden states and lm_head are, and which loop is outside.
+
+One decision, asked by the ops for each platform as they are traced, and by the planner to tell the bytes beforehand.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ._loop import round_up
+from ._operands import check_chunk
+from .sharding._errors import wrong
+
+
+# Of one float32 block of logits, and of the block of lm_head with its gradient. On CPU a block is an array and should
+# stay in a cache; on an accelerator it should be large beside the cost of a step.
+_CPU = dict(rows=1024, columns=512)
+_ACCELERATOR = dict(rows=1024, columns=512)
+# Vocabulary blocks start at multiples of this: an unaligned one makes XLA copy the whole gradient of lm_head.
+ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Sizes of the blocks of the ops from hidden states, per device. None leaves a choice to the library.
+
+    Args:
+        token_chunk: rows of a block of logits. Changes memory and speed, and no bit of the result.
+        vocab_chunk: columns of a block of logits, a multiple of 128. Changes the order of sums over the vocabulary.
+        loop: which loop of the backward is outside: "vocab" accumulates dhidden_states in N x D floats, "tokens"
+            accumulates dlm_head in D x V floats. None for the smaller one.
+
+    Raises:
+        TypeError: a chunk that is not an integer.
+        ValueError: token_chunk below 1, vocab_chunk not a multiple of 128, another loop.
+    """
+
+    token_chunk: int | None = None
+    vocab_chunk: int | None = None
+    loop: Literal["vocab", "tokens"] | None = None
+
+    def __post_init__(self):
+        check_chunk("token_chunk", self.token_chunk)
+        check_chunk("vocab_chunk", self.vocab_chunk)
+        if self.vocab_chunk is not None and self.vocab_chunk % ALIGNMENT:
+            remedy = "Other blocks make XLA copy the whole gradient of lm_head."
+            raise ValueError(wrong("vocab_chunk", f"be a multiple of {ALIGNMENT}", self.vocab_chunk, remedy))
+        if self.loop not in ("vocab", "tokens", None):
+            raise ValueError(wrong("loop", 'be "vocab", "tokens" or None', repr(self.loop)))
+
+
+class Blocks(NamedTuple):
+    """Every choice made, for the shapes of one device."""
+
+    rows: int
+    columns: int
+    vocab_outside: bool
+
+
+def choose_blocks(chunks: Chunks, *, tokens: int, width: int, vocab: int, is_cpu: bool) -> Blocks:
+    """The blocks for `tokens` rows, `width` features and `vocab` columns on a device."""
+    default = _CPU if is_cpu else _ACCELERATOR
+    rows = min(chunks.token_chunk or default["rows"], max(1, tokens))
+    columns = min(chunks.vocab_chunk or default["columns"], round_up(vocab, ALIGNMENT))
+    return Blocks(round_up(rows, 8), columns, chunks.loop == "vocab" if chunks.loop else tokens <= vocab)
