@@ -9,6 +9,7 @@ Rows that count are brought together by a stable sort of the mask, and tiles wit
 over tiles have as many steps as there are rows. Loops with collectives in them have the same steps on every device.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from ._chunks import Blocks, choose_blocks, Chunks
+from ._chunks import ALIGNMENT, Blocks, choose_blocks, Chunks
 from ._head import operand_dtype, Weight
 from ._loop import fold_blocks, on_platform, Platform, round_up
 from ._operands import TokenOperands
@@ -103,8 +104,9 @@ def local_forward(static: LinearScoring, operands: Operands, tokens: TokenOperan
 
     def run(platform: Platform, operands: Operands, tokens: TokenOperands, local_ids: jax.Array):
         blocks = _blocks(static, operands, platform)
+        weights, operands = _vocabulary_first(static.weights, operands, platform)
         order = row_order(tokens.valid, blocks.rows)
-        head = _Head(static, platform, operands)
+        head = _Head(weights, platform, operands)
         ids, inverse_temperature = jax.tree.map(lambda a: a[order.rows], (local_ids, tokens.inverse_temperature))
 
         def tile(i, results):
@@ -155,8 +157,11 @@ def local_backward(
 
     def run(platform: Platform, operands: Operands, rows: Any):
         blocks = _blocks(static, operands, platform)
-        loop = _Backward(static, platform, blocks, operands, rows, batch)
-        return loop.vocab_outside() if blocks.vocab_outside else loop.tokens_outside()
+        weights, operands = _vocabulary_first(static.weights, operands, platform)
+        loop = _Backward(dataclasses.replace(static, weights=weights), platform, blocks, operands, rows, batch)
+        gradients = loop.vocab_outside() if blocks.vocab_outside else loop.tokens_outside()
+        turned = [d if w == own else d.T for d, w, own in zip(gradients.weights, weights, static.weights)]
+        return gradients._replace(weights=turned)
 
     return on_platform(run, operands, rows)
 
@@ -164,8 +169,8 @@ def local_backward(
 class _Head:
     """Rows of the activations, blocks of the weights, and the logits they make."""
 
-    def __init__(self, static: LinearScoring, platform: Platform, operands: Operands):
-        self.weights, self.platform, self.operands = static.weights, platform, operands
+    def __init__(self, weights: tuple[Weight, ...], platform: Platform, operands: Operands):
+        self.weights, self.platform, self.operands = weights, platform, operands
         self.stored = jax.tree.map(platform.stored, operands)
 
     def rows(self, rows: jax.Array, counted: jax.Array) -> list[jax.Array]:
@@ -214,7 +219,7 @@ class _Backward:
 
     def __init__(self, static: LinearScoring, platform: Platform, blocks: Blocks, operands: Operands, rows, batch):
         self.static, self.platform, self.blocks, self.operands, self.batch = static, platform, blocks, operands, batch
-        self.head = _Head(static, platform, operands)
+        self.head = _Head(static.weights, platform, operands)
         self.order = row_order(rows.valid, blocks.rows)
         self.sorted = jax.tree.map(lambda a: a[self.order.rows], rows)
         self.sorted = self.sorted._replace(valid=self.order.counted)
@@ -395,6 +400,21 @@ class _Backward:
     def _unflat(self, rows: jax.Array, shards: int) -> jax.Array:
         batch = self.batch[:-1] + ((self.batch[-1] // shards,) if self.batch else ())
         return rows.reshape(*batch, rows.shape[-1])
+
+
+def _vocabulary_first(
+    weights: tuple[Weight, ...], operands: Operands, platform: Platform
+) -> tuple[tuple[Weight, ...], Operands]:
+    """Every matrix as [V, D] where its V columns do not fill whole lanes of an accelerator.
+
+    XLA for TPU keeps such a [D, V] with D along the lanes; asked for blocks of columns it would turn a copy of it
+    around. The transpose is no more than another name for what is there.
+    """
+    if platform.is_cpu or operands.weights[0].shape[weights[0].vocab_dimension] % ALIGNMENT == 0:
+        return weights, operands
+    turned = [m if w.tied else m.T for m, w in zip(operands.weights, weights)]
+    tied = tuple(w if w.tied else w._replace(tied=True, roles=w.roles[::-1]) for w in weights)
+    return tied, operands._replace(weights=turned)
 
 
 def _blocks(static: LinearScoring, operands: Operands, platform: Platform) -> Blocks:
