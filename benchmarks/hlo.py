@@ -66,7 +66,11 @@ def _add_instruction(total: Cost, match: re.Match, shapes: dict[str, str], of, b
         operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])[:2]
         inner = ARRAY.findall(rest)[:2]
         sizes = [math.prod(_dims(d)) for _, d in inner] if len(inner) == 2 else [_elements(shapes[o]) for o in operands]
-        total.multiply_adds += math.sqrt(sizes[0] * sizes[1] * _elements(shape))
+        # Of a product of (m, k) and (k, n), the three sizes multiply to (m k n)²; of b such products, to b³ times that.
+        batch = re.search(r"lhs_batch_dims=\{([\d,]+)\}", rest)
+        lhs = ARRAY.findall(shapes[operands[0]])[0][1] if batch else ""
+        batches = math.prod(_dims(lhs)[d] for d in _dims(batch[1])) if batch else 1
+        total.multiply_adds += math.sqrt(sizes[0] * sizes[1] * _elements(shape) / batches)
     elif re.fullmatch(rf"(?:{COLLECTIVES})(?:-start)?", kind):
         # An asynchronous start has its operands in its result too: the last array is the result.
         arrays = ARRAY.findall(shape)

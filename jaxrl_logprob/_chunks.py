@@ -11,10 +11,11 @@ from ._operands import check_chunk
 from .sharding._errors import wrong
 
 
-# Of one float32 block of logits, and of the block of lm_head with its gradient. On CPU a block is an array and should
-# stay in a cache; on an accelerator it should be large beside the cost of a step.
-_CPU = dict(rows=1024, columns=512)
-_ACCELERATOR = dict(rows=1024, columns=512)
+# The most rows and columns of a block of logits, and the most floats of a tile of hidden states and of a block of
+# lm_head. On CPU a block is an array and should stay in a cache; on an accelerator it should be large beside the cost
+# of starting a step.
+_CPU = dict(rows=512, columns=512, floats=2**20)
+_ACCELERATOR = dict(rows=2048, columns=1024, floats=2**23)
 # Vocabulary blocks start at multiples of this: an unaligned one makes XLA copy the whole gradient of lm_head.
 ALIGNMENT = 128
 
@@ -58,7 +59,8 @@ class Blocks(NamedTuple):
 
 def choose_blocks(chunks: Chunks, *, tokens: int, width: int, vocab: int, is_cpu: bool) -> Blocks:
     """The blocks for `tokens` rows, `width` features and `vocab` columns on a device."""
-    default = _CPU if is_cpu else _ACCELERATOR
-    rows = min(chunks.token_chunk or default["rows"], max(1, tokens))
-    columns = min(chunks.vocab_chunk or default["columns"], round_up(vocab, ALIGNMENT))
-    return Blocks(round_up(rows, 8), columns, chunks.loop == "vocab" if chunks.loop else tokens <= vocab)
+    most = _CPU if is_cpu else _ACCELERATOR
+    fit = lambda size, least: max(least, min(size, most["floats"] // width) // least * least)
+    rows = round_up(min(chunks.token_chunk or fit(most["rows"], 128), max(1, tokens)), 8)
+    columns = min(chunks.vocab_chunk or fit(most["columns"], ALIGNMENT), round_up(vocab, ALIGNMENT))
+    return Blocks(rows, columns, chunks.loop == "vocab" if chunks.loop else tokens <= vocab)

@@ -10,7 +10,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 _REMEDY = (
-    "jaxrl_logprob.reference has every op from logits in plain JAX, under the same name and arguments: it "
+    "jaxrl_logprob.reference has every op in plain JAX, under the same name and arguments: it "
     "differentiates to any order and in both modes, and holds [tokens, vocabulary] arrays."
 )
 

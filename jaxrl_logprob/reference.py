@@ -1,4 +1,4 @@
-"""The oracle: every op from logits as the textbook writes it, unsharded, in plain JAX, never optimised.
+"""The oracle: every op as the textbook writes it, unsharded, in plain JAX, never optimised.
 
 Computes in float64 where x64 is on, else in float32. Differentiates to any order and in both modes, which the
 ops themselves do not, and holds arrays of size [tokens, vocabulary], which they exist to avoid. Same names and
@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from ._gate import entropy_is_differentiated
+from ._head import Head, LoraHead, TiedEmbedding
 from ._scoring import LogprobsAndEntropy
 from ._transform import LogitTransform
 
@@ -76,6 +77,90 @@ def gather_logprobs(
     kept = (ids != ignore_index) & _mask(loss_mask, logits.shape[:-1])[..., None]
     logp = _log_softmax(logits, jnp.any(kept, axis=-1), transform)
     return jnp.where(kept, _chosen(logp, jnp.where(kept, ids, 0), _vocab_size(logits, transform)), 0.0)
+
+
+def linear_token_logprobs(
+    hidden_states: Float[Array, "*batch D"],
+    lm_head: Head,
+    targets: Integer[Array, "*batch"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    loss_mask: Bool[Array, "*batch"] | None = None,
+    transform: LogitTransform = LogitTransform(),
+    ignore_index: int = -100,
+) -> Float[Array, "*batch"]:
+    """`token_logprobs` of hidden_states @ lm_head + bias."""
+    kept = (targets != ignore_index) & _mask(loss_mask, targets.shape)
+    logits = _logits(hidden_states, lm_head, bias, kept)
+    return token_logprobs(logits, targets, loss_mask=kept, transform=transform, ignore_index=ignore_index)
+
+
+def linear_token_logprobs_and_entropy(
+    hidden_states: Float[Array, "*batch D"],
+    lm_head: Head,
+    targets: Integer[Array, "*batch"],
+    *,
+    entropy_coef: ArrayLike | None = 1.0,
+    bias: Float[Array, " V"] | None = None,
+    loss_mask: Bool[Array, "*batch"] | None = None,
+    transform: LogitTransform = LogitTransform(),
+    ignore_index: int = -100,
+) -> LogprobsAndEntropy:
+    """`token_logprobs_and_entropy` of hidden_states @ lm_head + bias."""
+    kept = (targets != ignore_index) & _mask(loss_mask, targets.shape)
+    logits = _logits(hidden_states, lm_head, bias, kept)
+    options = dict(entropy_coef=entropy_coef, transform=transform, ignore_index=ignore_index)
+    return token_logprobs_and_entropy(logits, targets, loss_mask=kept, **options)
+
+
+def linear_token_entropy(
+    hidden_states: Float[Array, "*batch D"],
+    lm_head: Head,
+    *,
+    entropy_coef: ArrayLike | None = 1.0,
+    bias: Float[Array, " V"] | None = None,
+    loss_mask: Bool[Array, "*batch"] | None = None,
+    transform: LogitTransform = LogitTransform(),
+) -> Float[Array, "*batch"]:
+    """`token_entropy` of hidden_states @ lm_head + bias."""
+    kept = _mask(loss_mask, hidden_states.shape[:-1])
+    logits = _logits(hidden_states, lm_head, bias, kept)
+    return token_entropy(logits, entropy_coef=entropy_coef, loss_mask=kept, transform=transform)
+
+
+def linear_gather_logprobs(
+    hidden_states: Float[Array, "*batch D"],
+    lm_head: Head,
+    ids: Integer[Array, "*batch K"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    loss_mask: Bool[Array, "*batch"] | None = None,
+    transform: LogitTransform = LogitTransform(),
+    ignore_index: int = -100,
+) -> Float[Array, "*batch K"]:
+    """`gather_logprobs` of hidden_states @ lm_head + bias."""
+    kept = jnp.any(ids != ignore_index, axis=-1) & _mask(loss_mask, hidden_states.shape[:-1])
+    logits = _logits(hidden_states, lm_head, bias, kept)
+    return gather_logprobs(logits, ids, loss_mask=kept, transform=transform, ignore_index=ignore_index)
+
+
+def _logits(hidden_states: jax.Array, lm_head: Head, bias: jax.Array | None, kept: jax.Array) -> jax.Array:
+    """hidden_states @ lm_head + bias, in the dtype of `_log_softmax`; rows that do not count are 0."""
+    dtype = jnp.float64 if jax.config.read("jax_enable_x64") else jnp.float32
+    hidden_states = jnp.where(kept[..., None], hidden_states.astype(dtype), 0.0)
+    logits = hidden_states @ _matrix(lm_head).astype(dtype)
+    return logits if bias is None else logits + jnp.broadcast_to(bias.astype(dtype), logits.shape)
+
+
+def _matrix(lm_head: Head) -> jax.Array:
+    """The head as [D, V], its adapter merged."""
+    if isinstance(lm_head, TiedEmbedding):
+        return lm_head.embedding.T
+    if isinstance(lm_head, LoraHead):
+        dtype = jnp.float64 if jax.config.read("jax_enable_x64") else jnp.float32
+        a, b, scale = (jnp.asarray(x).astype(dtype) for x in (lm_head.a, lm_head.b, lm_head.scale))
+        return _matrix(lm_head.lm_head).astype(dtype) + scale * (a @ b)
+    return lm_head
 
 
 def _log_softmax(logits: jax.Array, kept: jax.Array, transform: LogitTransform) -> jax.Array:
