@@ -14,8 +14,9 @@ from .sharding._errors import wrong
 # The most rows and columns of a block of logits, and the most floats of a tile of hidden states and of a block of
 # lm_head. On CPU a block is an array and should stay in a cache; on an accelerator it should be large beside the cost
 # of starting a step.
-_CPU = dict(rows=512, columns=512, floats=2**20)
+_CPU = dict(rows=1024, columns=512, floats=2**20)
 _ACCELERATOR = dict(rows=2048, columns=1024, floats=2**23)
+_LAST_ROWS = 128
 # Vocabulary blocks start at multiples of this: an unaligned one makes XLA copy the whole gradient of lm_head.
 ALIGNMENT = 128
 
@@ -50,9 +51,17 @@ class Chunks:
 
 
 class Blocks(NamedTuple):
-    """Every choice made, for the shapes of one device."""
+    """Every choice made, for the shapes of one device.
+
+    Attributes:
+        rows: of a tile, as long as there are so many left that count.
+        last_rows: of the tiles after those, so that fewer of their rows are not needed. Divides `rows`.
+        columns: of a block of the vocabulary.
+        vocab_outside: which loop of the backward is outside.
+    """
 
     rows: int
+    last_rows: int
     columns: int
     vocab_outside: bool
 
@@ -63,4 +72,5 @@ def choose_blocks(chunks: Chunks, *, tokens: int, width: int, vocab: int, is_cpu
     fit = lambda size, least: max(least, min(size, most["floats"] // width) // least * least)
     rows = round_up(min(chunks.token_chunk or fit(most["rows"], 128), max(1, tokens)), 8)
     columns = min(chunks.vocab_chunk or fit(most["columns"], ALIGNMENT), round_up(vocab, ALIGNMENT))
-    return Blocks(rows, columns, chunks.loop == "vocab" if chunks.loop else tokens <= vocab)
+    last_rows = _LAST_ROWS if rows % _LAST_ROWS == 0 else rows
+    return Blocks(rows, last_rows, columns, chunks.loop == "vocab" if chunks.loop else tokens <= vocab)

@@ -220,7 +220,8 @@ def _validated_score(
     bias = None if bias is None else placement.with_spec(bias, "vocab")
     activations, tokens = placement.vary_alike((activations, tokens))
     operands = jax.tree.map(reverse_mode_only, Operands(activations, matrices, bias))
-    logprobs, entropies = _score(LinearScoring(scoring, tuple(weights), chunks), operands, tokens)
+    out: Any = _score(LinearScoring(scoring, tuple(weights), chunks), operands, tokens)
+    logprobs, entropies = out
     return logprobs, apply_gate(gate, entropies)
 
 
@@ -251,10 +252,10 @@ def _score_bwd(static: LinearScoring, residuals: _Residuals, cotangents):
     place = static.scoring.placement
     ids, per_token = place.spec(*place.batch, None), place.spec(*place.batch)
     doperands = place.run(
-        lambda r, dl, de: local_backward(static, *r, dl, de),
-        (_Residuals(_specs(static, gathered=True), operands_spec(place), per_token, per_token), ids, per_token),
+        partial(local_backward, static),
+        (_specs(static, gathered=True), operands_spec(place), per_token, per_token, ids, per_token),
         _specs(static, gathered=False),
-    )(residuals, dlogprobs, dentropy)
+    )(*residuals, dlogprobs, dentropy)
     return doperands, None
 
 

@@ -10,6 +10,7 @@ over tiles have as many steps as there are rows. Loops with collectives in them 
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,23 +61,48 @@ class RowOrder(NamedTuple):
         rows: the rows in that order, with row 0 repeated up to a whole number of tiles.
         position: where each row stands in that order.
         counted: for each of `rows`, whether it counts.
-        tiles: how many tiles hold one that does.
+        num_counted: how many do.
     """
 
     rows: Int32[Array, " M"]
     position: Int32[Array, " N"]
     counted: Bool[Array, " M"]
-    tiles: Int32[Array, ""]
+    num_counted: Int32[Array, ""]
 
 
-def row_order(valid: Bool[Array, " N"], tile: int) -> RowOrder:
+def row_order(valid: Bool[Array, " N"], multiple: int) -> RowOrder:
     size = valid.shape[0]
     rows = jnp.argsort(~valid, stable=True).astype(jnp.int32)
     position = jnp.argsort(rows).astype(jnp.int32)
     count = jnp.sum(valid, dtype=jnp.int32)
-    padded = round_up(size, tile)
+    padded = round_up(size, multiple)
     counted = lax.iota(jnp.int32, padded) < count
-    return RowOrder(jnp.pad(rows, (0, padded - size)), position, counted, -(-count // tile))
+    return RowOrder(jnp.pad(rows, (0, padded - size)), position, counted, count)
+
+
+class Tile(NamedTuple):
+    """`size` rows of a `RowOrder`, from `first` on."""
+
+    first: jax.Array
+    size: int
+
+    def take(self, tree: Any) -> Any:
+        """These rows of every array."""
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.first, self.size), tree)
+
+    def put(self, buffer: jax.Array, block: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(buffer, block, self.first, 0)
+
+
+def over_tiles(body: Callable[[Tile, Any], Any], carry: Any, order: RowOrder, blocks: Blocks) -> Any:
+    """carry = body(tile, carry), over tiles of all rows that count: large ones, then small ones for what is left."""
+    large = 0
+    if blocks.last_rows < blocks.rows <= order.rows.size:
+        large = order.num_counted // blocks.rows
+        carry = lax.fori_loop(0, large, lambda i, c: body(Tile(i * blocks.rows, blocks.rows), c), carry)
+    start = large * blocks.rows
+    small = -(-(order.num_counted - start) // blocks.last_rows)
+    return lax.fori_loop(0, small, lambda i, c: body(Tile(start + i * blocks.last_rows, blocks.last_rows), c), carry)
 
 
 def local_gather(static: LinearScoring, operands: Operands) -> Operands:
@@ -105,14 +131,13 @@ def local_forward(static: LinearScoring, operands: Operands, tokens: TokenOperan
     def run(platform: Platform, operands: Operands, tokens: TokenOperands, local_ids: jax.Array):
         blocks = _blocks(static, operands, platform)
         weights, operands = _vocabulary_first(static.weights, operands, platform)
-        order = row_order(tokens.valid, blocks.rows)
+        order = row_order(tokens.valid, blocks.last_rows)
         head = _Head(weights, platform, operands)
         ids, inverse_temperature = jax.tree.map(lambda a: a[order.rows], (local_ids, tokens.inverse_temperature))
 
-        def tile(i, results):
-            at = lambda a: lax.dynamic_slice_in_dim(a, i * blocks.rows, blocks.rows)
-            xs = head.rows(at(order.rows), at(order.counted))
-            ids_, temperature = jax.tree.map(at, (ids, inverse_temperature))
+        def tile_stats(tile, results):
+            xs = head.rows(*tile.take((order.rows, order.counted)))
+            ids_, temperature = tile.take((ids, inverse_temperature))
 
             def block(carry, first, width):
                 stats, chosen = carry
@@ -120,15 +145,16 @@ def local_forward(static: LinearScoring, operands: Operands, tokens: TokenOperan
                 new = forward_block(scoring, x, scoring.columns(first_id + first, width), temperature)
                 return merge_blocks(stats, new, temperature), _choose(chosen, x, ids_ - first)
 
-            nothing = vary_over(jnp.zeros(blocks.rows, dtype), axes)
+            nothing = vary_over(jnp.zeros(tile.size, dtype), axes)
             none_chosen = vary_over(jnp.zeros(ids_.shape, dtype), axes)
             start = (no_stats(nothing, with_entropy=scoring.entropy.wanted), none_chosen)
             done = fold_blocks(block, start, columns, blocks.columns)
-            return jax.tree.map(lambda r, d: lax.dynamic_update_slice_in_dim(r, d, i * blocks.rows, 0), results, done)
+            return jax.tree.map(tile.put, results, done)
 
         empty = vary_over(jnp.zeros(order.rows.shape, dtype), axes)
         none = vary_over(jnp.zeros((*order.rows.shape, tokens.ids.shape[-1]), dtype), axes)
-        results = lax.fori_loop(0, order.tiles, tile, (no_stats(empty, with_entropy=scoring.entropy.wanted), none))
+        start = (no_stats(empty, with_entropy=scoring.entropy.wanted), none)
+        results = over_tiles(tile_stats, start, order, blocks)
         return jax.tree.map(lambda a: a[order.position], results)
 
     stats, chosen = on_platform(run, operands, tokens, local_ids)
@@ -220,7 +246,7 @@ class _Backward:
     def __init__(self, static: LinearScoring, platform: Platform, blocks: Blocks, operands: Operands, rows, batch):
         self.static, self.platform, self.blocks, self.operands, self.batch = static, platform, blocks, operands, batch
         self.head = _Head(static.weights, platform, operands)
-        self.order = row_order(rows.valid, blocks.rows)
+        self.order = row_order(rows.valid, blocks.last_rows)
         self.sorted = jax.tree.map(lambda a: a[self.order.rows], rows)
         self.sorted = self.sorted._replace(valid=self.order.counted)
         self.dtype = arithmetic_dtype(*jax.tree.leaves(operands))
@@ -239,13 +265,13 @@ class _Backward:
             weights = self.head.block(first, width)
             zeros = jax.tree.map(lambda m: self._zeros(*m.shape), weights)
 
-            def tile(i, carry):
+            def add_tile(tile, carry):
                 dxs, sums = carry
-                new = self._tile(i, self._rows(i), weights, first, width)
-                dxs = [self._add(a, b, i * self.blocks.rows, 0) for a, b in zip(dxs, new.activations)]
+                new = self._tile(tile, self._rows(tile), weights, first, width)
+                dxs = [self._add(a, b, tile.first, 0) for a, b in zip(dxs, new.activations)]
                 return dxs, jax.tree.map(jnp.add, sums, new._replace(activations=[]))
 
-            dxs, sums = lax.fori_loop(0, self.order.tiles, tile, (dxs, zeros))
+            dxs, sums = over_tiles(add_tile, (dxs, zeros), self.order, self.blocks)
             return dxs, self._write(gradients, sums, first)
 
         dxs, gradients = fold_blocks(block, (dxs, gradients), self.columns, self.blocks.columns)
@@ -256,13 +282,13 @@ class _Backward:
         """Each tile of dhidden_states is finished and written once; dlm_head accumulates, [D, V] floats."""
         totals = jax.tree.map(lambda m: self._zeros(*m.shape), self.operands._replace(activations=[]))
 
-        def tile(i, carry):
+        def finish_tile(tile, carry):
             dxs, totals = carry
-            xs = self._rows(i)
+            xs = self._rows(tile)
 
             def block(carry, first, width):
                 sums, totals = carry
-                new = self._tile(i, xs, self.head.block(first, width), first, width)
+                new = self._tile(tile, xs, self.head.block(first, width), first, width)
                 add = lambda total, d, axis: self._add(total, d, first, axis)
                 weights = [
                     add(t, d, w.vocab_dimension) for t, d, w in zip(totals.weights, new.weights, self.static.weights)
@@ -272,9 +298,9 @@ class _Backward:
 
             sums = [self._zeros(*x.shape) for x in xs]
             sums, totals = fold_blocks(block, (sums, totals), self.columns, self.blocks.columns)
-            return [self._scatter(dx, s, i, x) for dx, s, x in zip(dxs, sums, self.operands.activations)], totals
+            return [self._scatter(dx, s, tile, x) for dx, s, x in zip(dxs, sums, self.operands.activations)], totals
 
-        dxs, totals = lax.fori_loop(0, self.order.tiles, tile, (self._buffers()[0], totals))
+        dxs, totals = over_tiles(finish_tile, (self._buffers()[0], totals), self.order, self.blocks)
 
         def block(gradients, first, width):
             cut = lambda t, axis: lax.dynamic_slice_in_dim(t, first, width, axis)
@@ -287,15 +313,12 @@ class _Backward:
         dxs = [self._sum_over_vocab(dx, x) for dx, x in zip(dxs, self.operands.activations)]
         return Operands(dxs, *self._loaded(gradients)[1:])
 
-    def _rows(self, i: jax.Array) -> list[jax.Array]:
-        return self.head.rows(*self._at(i, (self.order.rows, self.order.counted)))
+    def _rows(self, tile: Tile) -> list[jax.Array]:
+        return self.head.rows(*tile.take((self.order.rows, self.order.counted)))
 
-    def _at(self, i: jax.Array, tree: Any) -> Any:
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * self.blocks.rows, self.blocks.rows), tree)
-
-    def _tile(self, i: jax.Array, xs: list[jax.Array], weights: Operands, first: jax.Array, width: int) -> Operands:
+    def _tile(self, tile: Tile, xs: list[jax.Array], weights: Operands, first: jax.Array, width: int) -> Operands:
         """What one block of logits adds to the gradients."""
-        rows = self._at(i, self.sorted)
+        rows = tile.take(self.sorted)
         rows = rows._replace(local_ids=rows.local_ids - first)
         columns = self.static.scoring.columns(self.first_id + first, width)
         logits = self.head.logits(xs, weights, self.dtype)
@@ -373,9 +396,9 @@ class _Backward:
         buffer = fold_blocks(block, buffer, local, self.blocks.rows)
         return self._unflat(self.platform.loaded(buffer, x.dtype), shards)
 
-    def _scatter(self, buffer: jax.Array, block: jax.Array, i: jax.Array, x: jax.Array) -> jax.Array:
-        """The rows of tile i of dhidden_states, finished, to where they belong; those that do not count stay 0."""
-        rows, counted = self._at(i, (self.order.rows, self.order.counted))
+    def _scatter(self, buffer: jax.Array, block: jax.Array, tile: Tile, x: jax.Array) -> jax.Array:
+        """The rows of a tile of dhidden_states, finished, to where they belong; those that do not count stay 0."""
+        rows, counted = tile.take((self.order.rows, self.order.counted))
         block = self.platform.stored(block.astype(x.dtype))
         consecutive = _consecutive(rows) & jnp.all(counted)
         put = lambda b: lax.dynamic_update_slice_in_dim(b, block, rows[0], 0)

@@ -34,7 +34,8 @@ from ._scoring import (
 )
 from ._stats import Normalizer
 from ._transform import LogitTransform
-from .sharding import MeshAxes, place
+from .sharding import MeshAxes, place, Role
+from .sharding._placement import tokens_first
 
 
 def token_logprobs(
@@ -188,14 +189,15 @@ def _validated_score(
 ) -> Any:
     *batch, width = logits.shape
     check_chunk("token_chunk", token_chunk)
-    roles = (*("tokens",) * len(batch), "vocab")
+    roles: tuple[Role, ...] = (*tokens_first(len(batch)), "vocab")
     placement = place(axes, mesh, {"logits": (logits, roles)}, rank=len(batch))
     scoring, operands = prepare(
         placement, ids, loss_mask, transform, ignore_index, gate,
         batch=tuple(batch), width=width, dtype=arithmetic_dtype(logits), name="logits",
     )  # fmt: skip
     logits, operands = placement.vary_alike((placement.with_spec(logits, *roles), operands))
-    logprobs, entropies = _score(scoring, token_chunk, reverse_mode_only(logits), operands)
+    out: Any = _score(scoring, token_chunk, reverse_mode_only(logits), operands)
+    logprobs, entropies = out
     return logprobs, apply_gate(gate, entropies)
 
 

@@ -68,8 +68,8 @@ def usable(values: ArrayLike) -> bool:
 
 
 def transform_logits(
-    x: Float[Array, "N V"], columns: Int32[Array, "1 V"] | None, softcap: float | None, vocab_size: int
-) -> Float[Array, "N V"]:
+    x: Float[Array, "*N V"], columns: Int32[Array, "*ones V"] | None, softcap: float | None, vocab_size: int
+) -> Float[Array, "*N V"]:
     """Logits x, whose ids are `columns` (None where all of them exist), before the temperature."""
     # The case of -inf, which tanh would have got right, keeps XLA:CPU from computing tanh inside a reduction, where it
     # has another last bit: whether the entropy is asked for would show in the log-probabilities.

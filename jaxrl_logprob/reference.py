@@ -109,8 +109,9 @@ def linear_token_logprobs_and_entropy(
     """`token_logprobs_and_entropy` of hidden_states @ lm_head + bias."""
     kept = (targets != ignore_index) & _mask(loss_mask, targets.shape)
     logits = _logits(hidden_states, lm_head, bias, kept)
-    options = dict(entropy_coef=entropy_coef, transform=transform, ignore_index=ignore_index)
-    return token_logprobs_and_entropy(logits, targets, loss_mask=kept, **options)
+    return token_logprobs_and_entropy(
+        logits, targets, entropy_coef=entropy_coef, loss_mask=kept, transform=transform, ignore_index=ignore_index
+    )
 
 
 def linear_token_entropy(

@@ -61,15 +61,15 @@ class Placement:
     @property
     def batch(self) -> tuple[Role, ...]:
         """The roles of the batch dimensions."""
-        return ("tokens",) * self.rank
+        return tokens_first(self.rank)
 
     @property
     def hidden(self) -> tuple[Role, ...]:
         """The roles of hidden states [*batch, D]."""
         return sequence_last(self.rank) + (None,)
 
-    def spec(self, *roles: Role) -> PartitionSpec:
-        """The spec of an array with these dimensions, as `run` wants it."""
+    def spec(self, *roles: Role) -> Any:
+        """The PartitionSpec of an array with these dimensions, as `run` wants it; it stands for the array in a tree."""
         entries = _entries(dataclasses.replace(self.axes, features=self.features), roles)
         return PartitionSpec(*(tuple(a for a in axis_names(e) if a in self.mapped) or None for e in entries))
 
@@ -102,9 +102,14 @@ class Placement:
         return jax.tree.map(lambda array: vary_over(array, varying), tree)
 
 
+def tokens_first(rank: int) -> tuple[Role, ...]:
+    """The roles of `rank` batch dimensions."""
+    return ("tokens",) * rank
+
+
 def sequence_last(rank: int) -> tuple[Role, ...]:
     """The roles of `rank` batch dimensions, of which the last may be split over the vocabulary axes too."""
-    return (("tokens",) * (rank - 1) + ("sequence",)) if rank else ()
+    return (*tokens_first(rank - 1), "sequence") if rank else ()
 
 
 def place(
