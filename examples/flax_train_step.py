@@ -9,6 +9,8 @@ devices and the vocabulary over V, emulated on CPU; the numbers do not change.
 
 import argparse
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,6 +19,7 @@ import optax
 from flax import nnx
 
 import jaxrl_logprob as jrl
+from jaxrl_logprob.heads import LinenLogprobHead, LogprobHead
 
 
 VOCAB, WIDTH, BATCH, LENGTH, STEPS = 512, 64, 8, 32, 60
@@ -25,29 +28,43 @@ AXES = jrl.MeshAxes(tokens=(None, "context"), vocab="vocab")
 
 
 class NnxPolicy(nnx.Module):
-    """Embedding, one hidden layer, head: logits for the token after each one."""
+    """Embedding, one hidden layer, and a head for the token after each one."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.hidden = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
+        self.head = LogprobHead(nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs), axes=AXES)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.head(nnx.gelu(self.hidden(self.embed(tokens))))
+    def hidden_states(self, tokens: jax.Array) -> jax.Array:
+        return nnx.gelu(self.hidden(self.embed(tokens)))
+
+    def logits(self, tokens: jax.Array) -> jax.Array:
+        return self.head.logits(self.hidden_states(tokens))
+
+    def __call__(self, tokens: jax.Array, actions: jax.Array) -> jrl.LogprobsAndEntropy:
+        return self.head(self.hidden_states(tokens), actions, entropy_coef=ENTROPY_COEF)
 
 
 class LinenPolicy(nn.Module):
     """The same in Linen."""
 
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        hidden = nn.gelu(nn.Dense(WIDTH)(nn.Embed(VOCAB, WIDTH)(tokens)))
-        return nn.Dense(VOCAB, use_bias=False)(hidden)
+    def setup(self):
+        self.embed = nn.Embed(VOCAB, WIDTH)
+        self.hidden = nn.Dense(WIDTH)
+        self.head = LinenLogprobHead(VOCAB, use_bias=False, axes=AXES)
+
+    def hidden_states(self, tokens: jax.Array) -> jax.Array:
+        return nn.gelu(self.hidden(self.embed(tokens)))
+
+    def logits(self, tokens: jax.Array) -> jax.Array:
+        return self.head.logits(self.hidden_states(tokens))
+
+    def __call__(self, tokens: jax.Array, actions: jax.Array) -> jrl.LogprobsAndEntropy:
+        return self.head(self.hidden_states(tokens), actions, entropy_coef=ENTROPY_COEF)
 
 
-def policy_gradient_loss(logits: jax.Array, actions: jax.Array, rewards: jax.Array):
+def policy_gradient_loss(out: jrl.LogprobsAndEntropy, rewards: jax.Array):
     """REINFORCE with an entropy bonus; rewards less their mean are the advantages."""
-    out = jrl.token_logprobs_and_entropy(logits, actions, entropy_coef=ENTROPY_COEF, axes=AXES)
     advantages = rewards - rewards.mean()
     entropy = out.entropy.mean()
     return -(advantages * out.logprobs).mean() - ENTROPY_COEF * entropy, entropy
@@ -63,8 +80,8 @@ def act(logits: jax.Array, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array
 
 @nnx.jit
 def nnx_step(model: NnxPolicy, optimizer: nnx.Optimizer, tokens: jax.Array, key: jax.Array):
-    actions, rewards = act(model(tokens), tokens, key)
-    loss = lambda model: policy_gradient_loss(model(tokens), actions, rewards)
+    actions, rewards = act(model.logits(tokens), tokens, key)
+    loss = lambda model: policy_gradient_loss(model(tokens, actions), rewards)
     (_, entropy), grads = nnx.value_and_grad(loss, has_aux=True)(model)
     optimizer.update(model, grads)
     return rewards.mean(), entropy
@@ -73,9 +90,9 @@ def nnx_step(model: NnxPolicy, optimizer: nnx.Optimizer, tokens: jax.Array, key:
 @functools.partial(jax.jit, static_argnames=("model", "optimizer"))
 def linen_step(model: LinenPolicy, optimizer: optax.GradientTransformation, state, tokens: jax.Array, key: jax.Array):
     params, opt_state = state
-    logits = lambda params: jnp.asarray(model.apply(params, tokens))
-    actions, rewards = act(logits(params), tokens, key)
-    loss = lambda params: policy_gradient_loss(logits(params), actions, rewards)
+    actions, rewards = act(jnp.asarray(model.apply(params, tokens, method="logits")), tokens, key)
+    out: Callable[..., Any] = lambda params: model.apply(params, tokens, actions)
+    loss = lambda params: policy_gradient_loss(out(params), rewards)
     (_, entropy), grads = jax.value_and_grad(loss, has_aux=True)(params)
     updates, opt_state = optimizer.update(grads, opt_state)
     return (optax.apply_updates(params, updates), opt_state), (rewards.mean(), entropy)
@@ -96,7 +113,7 @@ def train_nnx() -> list[tuple[float, ...]]:
 def train_linen() -> list[tuple[float, ...]]:
     """(reward, entropy) of every step."""
     model, optimizer = LinenPolicy(), optax.adam(1e-2)
-    params = model.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))
+    params = model.init(jax.random.key(0), *2 * [jnp.zeros((1, LENGTH), jnp.int32)])
     state, history = (params, optimizer.init(params)), []
     for tokens, key in batches(0):
         state, metrics = linen_step(model, optimizer, state, tokens, key)

@@ -7,9 +7,10 @@ Needs no accelerator and no network: the weights come with the `examples` extra,
 (`--extra tpu`, `--extra cuda13`) uses the accelerators. Each step draws a group of completions for each of a
 few sums, rewards those whose first number is right, and updates the actor with the clipped surrogate of
 PPO on group-relative advantages (GRPO, https://arxiv.org/abs/2402.03300, without its KL penalty). The library
-does one line of it, in `score`: log-probabilities and entropies from logits that are split over sequences,
-positions and vocabulary at once. Read `score`, `surrogate_loss` and `actor_update` for how that fits into a
-train step; the rest is what a train step needs around it.
+does one line of it, in `score`: log-probabilities and entropies from hidden states that are split over sequences
+and positions and an embedding that is split over the vocabulary, without ever forming the logits. Read `score`,
+`surrogate_loss` and `actor_update` for how that fits into a train step; the rest is what a train step needs
+around it.
 """
 
 import argparse
@@ -40,7 +41,6 @@ import jaxrl_logprob as jrl
 
 
 MODEL_AXES = ModelAxes(batch="data", sequence="context", tensor="vocab")
-LOGITS_AXES = jrl.MeshAxes(tokens=("data", "context"), vocab="vocab")
 # Where --mesh is not given: the first that fits the devices. On CPU, as many as the first needs are emulated.
 DEFAULT_MESHES = ((2, 2, 2), (1, 2, 2), (1, 1, 2), (1, 1, 1))
 
@@ -197,13 +197,12 @@ def score(model: Llama, batch: Batch, config: Config) -> jrl.LogprobsAndEntropy:
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
     segment_ids = (positions < batch.lengths[:, None]).astype(jnp.int32)
     hidden_states = model(batch.tokens, positions, segment_ids, remat=True)
-    return jrl.token_logprobs_and_entropy(
-        model.logits(hidden_states),
+    return model.head()(
+        hidden_states,
         batch.targets,
         entropy_coef=config.entropy_coef,
         loss_mask=batch.loss_mask,
-        transform=jrl.LogitTransform(temperature=config.temperature),
-        axes=LOGITS_AXES,
+        temperature=config.temperature,
     )
 
 

@@ -19,6 +19,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+import jaxrl_logprob as jrl
+from jaxrl_logprob.heads import LogprobHead
+
 
 AxisName = str | tuple[str, ...] | None
 # Keys and values at every position of one layer; stacked [num_layers, ...], those of all layers: the cache.
@@ -234,14 +237,18 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Token ids to final hidden states, and hidden states to logits."""
+    """Token ids to final hidden states, and hidden states to log-probabilities or logits."""
 
     def __init__(self, config: LlamaConfig, axes: ModelAxes, rngs: nnx.Rngs):
         self.config = config
         self.axes = axes
-        shape = (config.vocab_size, config.width)
-        embedding = jax.random.normal(rngs.params(), shape) / math.sqrt(config.width)
-        self.embedding = nnx.Param(embedding, layout=("tensor", "fsdp"))
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.width,
+            embedding_init=nnx.initializers.normal(1 / math.sqrt(config.width)),
+            embedding_metadata={"layout": ("tensor", "fsdp")},
+            rngs=rngs,
+        )
         self.layers = Block(config, axes, rngs)
         self.final_norm = nnx.Param(jnp.ones(config.width), layout=(None,))
 
@@ -264,10 +271,24 @@ class Llama(nnx.Module):
         """
         return self.run(tokens, positions, segment_mask(positions, segment_ids), remat=remat)[0]
 
+    def head(self) -> LogprobHead:
+        """The tied embedding itself as a head for log-probabilities, split as it is stored.
+
+        Make it where it is used, inside of the loss: a model that kept one would have the embedding twice in its tree.
+        """
+        axes, mesh = self.axes, jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return LogprobHead(self.embed, axes=jrl.MeshAxes())
+        embedding = self.embed.embedding
+        vocab, features = fit_spec(embedding.shape, tuple(axes.of_role(role) for role in _layout(embedding)), mesh)
+        return LogprobHead(
+            self.embed, axes=jrl.MeshAxes(tokens=(axes.batch, axes.sequence), vocab=vocab, features=features)
+        )
+
     def logits(self, hidden_states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Scores of the vocabulary, through the tied embedding."""
+        """Scores of the vocabulary, through the tied embedding: for the sampler."""
         axes = self.axes
-        logits = jnp.einsum("btd,vd->btv", hidden_states, gather(self.embedding, axes))
+        logits = jnp.einsum("btd,vd->btv", hidden_states, gather(self.embed.embedding, axes))
         return constrain(logits, axes.batch, axes.sequence, axes.tensor)
 
     def run(
@@ -299,7 +320,7 @@ class Llama(nnx.Module):
             block, layer_cache = scanned
             return block(x, rope, mask, slot, layer_cache)
 
-        x = constrain(gather(self.embedding, axes)[tokens], axes.batch, axes.sequence, None)
+        x = constrain(gather(self.embed.embedding, axes)[tokens], axes.batch, axes.sequence, None)
         # Under jit, the compiler drops the keys and values again where the caller does.
         x, keys_values = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (self.layers, cache))
         return rms_norm(x, self.final_norm[...], self.config.rms_eps), keys_values

@@ -95,7 +95,8 @@ def head_activations(hidden_states: Float[Array, "*batch D"], lm_head: Any, toke
     a = jnp.asarray(lm_head.a)
     dtype = operand_dtype(hidden_states, a)
     clean = jnp.where(tokens.valid[..., None], hidden_states, jnp.zeros((), hidden_states.dtype)).astype(dtype)
-    low_rank = jnp.matmul(clean, a.astype(dtype), preferred_element_type=jnp.promote_types(dtype, jnp.float32))
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    low_rank = jnp.matmul(clean, a.astype(dtype), preferred_element_type=wide)
     scaled = low_rank * jnp.asarray(lm_head.scale).astype(low_rank.dtype)
     return [hidden_states, scaled.astype(hidden_states.dtype)]
 

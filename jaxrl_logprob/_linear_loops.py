@@ -233,7 +233,7 @@ class _Head:
             # Bfloat16 products where the hardware has them; XLA:CPU widens them anyway, and float16 would underflow.
             operands = operand_dtype(x, m)
             narrow = operands == jnp.bfloat16 and not self.platform.is_cpu
-            operands = operands if narrow else jnp.promote_types(operands, dx.dtype)
+            operands = operands if narrow else dx.dtype
             dxs.append(_product(dx, m, (1, w.vocab_dimension), operands, dx.dtype))
             pair = (dx, x) if w.tied else (x, dx)
             dws.append(_product(*pair, (0, 0), operands, dx.dtype))

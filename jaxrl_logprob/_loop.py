@@ -103,8 +103,12 @@ def update_rows(body: Callable[[jax.Array, Rows], jax.Array], buffer: jax.Array,
 
 
 def _chunk(platform: Platform, array: jax.Array, token_chunk: int | None) -> int:
-    block_bytes = _CPU_BLOCK_BYTES if platform.is_cpu else _ACCELERATOR_BLOCK_BYTES
-    return token_chunk or max(1, block_bytes // (4 * array.shape[1]))
+    return token_chunk or rows_of_block(array.shape[1], platform.is_cpu)
+
+
+def rows_of_block(width: int, is_cpu: bool) -> int:
+    """Rows of a block of [N, width] where no chunk size is given."""
+    return max(1, (_CPU_BLOCK_BYTES if is_cpu else _ACCELERATOR_BLOCK_BYTES) // (4 * width))
 
 
 def _scan(body, carry, shape: tuple[int, int], chunk: int):

@@ -1,0 +1,120 @@
+"""The planner's bytes against the compiled program's, its choices under a budget, and its command."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxrl_logprob as jrl
+from jaxrl_logprob.__main__ import main
+from jaxrl_logprob.planner import FROM_HIDDEN_STATES, FROM_LOGITS, PLAIN, plan
+
+
+def plain(hidden_states, lm_head, targets):
+    logp = jax.nn.log_softmax(hidden_states @ lm_head)
+    return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -(jnp.exp(logp) * logp).sum(-1)
+
+
+def temporaries(way, tokens, width, vocab) -> int:
+    """Of loss and gradients, compiled for CPU in float32."""
+
+    def loss(hidden_states, lm_head, targets, weights):
+        logprobs, entropy = way(hidden_states, lm_head, targets)
+        return -(logprobs * weights).mean() - 0.01 * entropy.mean()
+
+    shapes = [((tokens, width), jnp.float32), ((width, vocab), jnp.float32), ((tokens,), jnp.int32)]
+    args = [jax.ShapeDtypeStruct(*s) for s in (*shapes, ((tokens,), jnp.float32))]
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2048, 512, 32768), (8192, 256, 4096), (2048, 512, 50257)]
+    + [pytest.param(s, marks=pytest.mark.slow) for s in [(4096, 1024, 65536), (16384, 256, 4096), (1024, 1024, 8192)]],
+)
+def test_bytes_from_hidden_states_are_those_of_the_compiled_program(shape):
+    way = lambda h, w, y: jrl.linear_token_logprobs_and_entropy(h, w, y)
+    expected = plan(*shape, dtype=jnp.float32, platform="cpu").temporaries(FROM_HIDDEN_STATES)
+    assert temporaries(way, *shape) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("loop", ["vocab", "tokens"])
+@pytest.mark.parametrize("chunk, columns", [(512, 256), pytest.param(128, 128, marks=pytest.mark.slow)])
+def test_bytes_of_chunks_that_are_given(chunk, columns, loop):
+    chunks = jrl.Chunks(chunk, columns, loop)
+    way = lambda h, w, y: jrl.linear_token_logprobs_and_entropy(h, w, y, chunks=chunks)
+    expected = plan(4096, 512, 8192, dtype=jnp.float32, platform="cpu", chunks=chunks).temporaries()
+    assert temporaries(way, 4096, 512, 8192) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("way", [PLAIN, FROM_LOGITS])
+@pytest.mark.parametrize("shape", [(2048, 64, 8192), pytest.param((4096, 256, 16384), marks=pytest.mark.slow)])
+def test_bytes_of_the_other_ways(shape, way):
+    program = plain if way == PLAIN else lambda h, w, y: jrl.token_logprobs_and_entropy(h @ w, y)
+    expected = plan(*shape, dtype=jnp.float32, platform="cpu").temporaries(way)
+    assert temporaries(program, *shape) == pytest.approx(expected, rel=0.15)
+
+
+def test_the_smaller_accumulator_decides_the_loop():
+    assert plan(1024, 64, 4096).blocks.vocab_outside and not plan(8192, 64, 4096).blocks.vocab_outside
+    assert not plan(8192, 64, 4096, vocab_shards=2, token_shards=2).blocks.vocab_outside
+    assert plan(8192, 64, 4096, token_shards=8).blocks.vocab_outside
+
+
+def test_shards_divide_what_they_split():
+    one, split = plan(4096, 256, 65536), plan(4096, 256, 65536, token_shards=2, vocab_shards=4)
+    assert split.shared["lm_head"] * 4 == one.shared["lm_head"]
+    assert split.shared["hidden_states"] * 2 == one.shared["hidden_states"]
+    assert split.buffers[PLAIN].keys() == one.buffers[PLAIN].keys()
+    assert split.temporaries(PLAIN) * 8 == one.temporaries(PLAIN)
+
+
+def test_a_budget_makes_blocks_smaller_and_the_ops_take_them():
+    free = plan(16384, 4096, 151936)
+    budget = free.temporaries() - 2**22
+    tight = plan(16384, 4096, 151936, budget=budget)
+    assert tight.fits and tight.temporaries() <= budget and not tight.advice
+    assert tight.blocks.rows * tight.blocks.columns < free.blocks.rows * free.blocks.columns
+    small = plan(256, 16, 1024, budget=600_000, platform="cpu", dtype=jnp.float32)
+    chunks = small.chunks
+    assert small.fits and chunks != jrl.Chunks()
+    way = lambda h, w, y: jrl.linear_token_logprobs_and_entropy(h, w, y, chunks=chunks)
+    assert temporaries(way, 256, 16, 1024) <= 600_000
+
+
+def test_a_budget_that_cannot_be_met_says_what_to_do():
+    made = plan(16384, 4096, 151936, budget=2**20)
+    assert not made.fits and "256 times as many token shards" in made.advice[0]
+    barely = plan(16384, 4096, 151936, budget=4 * 16384 * 4096 + 2**20)
+    assert not barely.fits and "128 x 128 are the smallest" in barely.advice[0]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(token_shards=3), "divide into their shards"),
+        (dict(vocab_shards=0), "`vocab_shards` must be at least 1, got 0"),
+        (dict(platform="fpga"), '`platform` must be "cpu", "tpu" or "gpu"'),
+    ],
+)
+def test_errors_name_the_argument(options, message, our_own_errors):
+    with pytest.raises(ValueError, match=message):
+        plan(1024, 64, 4096, **options)
+
+
+def test_command_prints_a_table(capsys):
+    arguments = ["plan", "--tokens", "16384", "--token-shards", "2", "--vocab-shards", "2"]
+    assert main([*arguments, "--budget", "170MiB"]) == 0
+    out = capsys.readouterr().out
+    for text in ("plain JAX", "from logits", "from hidden states", "temporaries", "593.5", "Budget 170.0 MiB: met"):
+        assert text in out
+    assert main([*arguments, "--budget", "0.1GiB"]) == 1
+    assert "2 times as many token shards" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--tokens", "7", "--token-shards", "2"]) == 2
+    assert "divide into their shards" in capsys.readouterr().err
+
+
+def test_command_reads_sizes(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--budget", "much"])
+    assert "200MiB" in capsys.readouterr().err
