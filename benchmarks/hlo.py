@@ -1,11 +1,12 @@
 """What an optimised HLO program does, loops counted with their trips: multiply-adds and bytes of collectives.
 
 XLA's own cost analysis counts the body of a loop once. A loop whose trip count depends on data (here: one step for each
-tile of rows that count) is given the trips that the caller names.
+tile of rows that count) is given the trips that the caller says.
 """
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -29,8 +30,12 @@ class Cost:
         self.collectives += times * other.collectives
 
 
-def cost(text: str, dynamic_trips: float = 1.0) -> Cost:
-    """The cost of the entry computation of `compiled.as_text()`."""
+def cost(text: str, dynamic_trips: Callable[[str], float] = lambda body: 1.0) -> Cost:
+    """The cost of the entry computation of `compiled.as_text()`.
+
+    Args:
+        dynamic_trips: how often a loop with this body runs, where its condition does not tell.
+    """
     bodies = {
         match[2]: (bool(match[1]), match[3].splitlines())
         for match in re.finditer(r"^(ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.S | re.M)
@@ -50,13 +55,15 @@ def cost(text: str, dynamic_trips: float = 1.0) -> Cost:
     return of(next(name for name, (entry, _) in bodies.items() if entry))
 
 
-def _add_instruction(total: Cost, match: re.Match, shapes: dict[str, str], of, bodies, dynamic_trips: float) -> None:
+def _add_instruction(total: Cost, match: re.Match, shapes: dict[str, str], of, bodies, dynamic_trips) -> None:
     _, shape, kind, rest = match.groups()
     called = lambda attribute: re.findall(rf"{attribute}=%?([\w.\-]+)", rest)
     if kind == "while":
         condition = "\n".join(bodies[called("condition")[0]][1])
         trips = re.search(r"known_trip_count[^\d]*(\d+)", rest) or re.search(r"s32\S* constant\((\d+)\)", condition)
-        total.add(of(called("body")[0]), float(trips[1]) if trips else dynamic_trips)
+        total.add(
+            of(called("body")[0]), float(trips[1]) if trips else dynamic_trips("\n".join(bodies[called("body")[0]][1]))
+        )
     elif kind == "conditional":
         branches = called("true_computation") + called("false_computation")
         if listed := re.search(r"branch_computations=\{([^}]*)\}", rest):

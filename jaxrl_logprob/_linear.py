@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from ._chunks import Chunks
 from ._first_order import first_derivative_only, reverse_mode_only
 from ._gate import apply_gate, entropy_gate, EntropyGate, NO_ENTROPY
-from ._head import check_bias, check_hidden_states, Head, head_activations, head_weights
+from ._head import check_bias, check_hidden_states, Head, head_activations, head_weights, LoraHead
 from ._linear_loops import LinearScoring, local_backward, local_forward, local_gather, Operands
 from ._operands import check_ids, TokenOperands
 from ._scoring import arithmetic_dtype, LogprobsAndEntropy, operands_spec, prepare, TARGETS_REMEDY
@@ -24,7 +24,7 @@ from ._stats import Normalizer
 from ._transform import LogitTransform
 from .sharding import MeshAxes, place
 from .sharding._errors import wrong
-from .sharding._placement import sequence_last, vocab_must_not_vary
+from .sharding._placement import gathered_batch, sequence_last, vocab_must_not_vary
 
 
 def linear_token_logprobs(
@@ -83,7 +83,7 @@ def linear_token_logprobs(
         Array([-0.4076,  0.    ], dtype=float32)
     """
     hidden_states = check_hidden_states(hidden_states)
-    targets = check_ids("targets", targets, hidden_states.shape[:-1], TARGETS_REMEDY)
+    targets = check_ids("targets", targets, gathered_batch(hidden_states.shape[:-1], axes), TARGETS_REMEDY)
     return _validated_score(
         hidden_states, lm_head, bias, targets[..., None], loss_mask, transform, ignore_index, axes, mesh, chunks,
         NO_ENTROPY,
@@ -123,7 +123,7 @@ def linear_token_logprobs_and_entropy(
         (Array([-2.2395], dtype=float32), Array([0.6656], dtype=float32))
     """
     hidden_states = check_hidden_states(hidden_states)
-    targets = check_ids("targets", targets, hidden_states.shape[:-1], TARGETS_REMEDY)
+    targets = check_ids("targets", targets, gathered_batch(hidden_states.shape[:-1], axes), TARGETS_REMEDY)
     logprobs, entropies = _validated_score(
         hidden_states, lm_head, bias, targets[..., None], loss_mask, transform, ignore_index, axes, mesh, chunks,
         entropy_gate(entropy_coef),
@@ -152,7 +152,7 @@ def linear_token_entropy(
         Array([0.6931], dtype=float32)
     """
     hidden_states = check_hidden_states(hidden_states)
-    no_ids = jnp.zeros((*hidden_states.shape[:-1], 0), jnp.int32)
+    no_ids = jnp.zeros((*gathered_batch(hidden_states.shape[:-1], axes), 0), jnp.int32)
     gate = entropy_gate(entropy_coef)
     return _validated_score(hidden_states, lm_head, bias, no_ids, loss_mask, transform, -100, axes, mesh, chunks, gate)[
         1
@@ -185,7 +185,7 @@ def linear_gather_logprobs(
     hidden_states = check_hidden_states(hidden_states)
     num_ids = jnp.shape(ids)[-1] if jnp.ndim(ids) == jnp.ndim(hidden_states) else "K"
     remedy = "For one id per token without the last dimension, see `linear_token_logprobs`."
-    ids = check_ids("ids", ids, (*hidden_states.shape[:-1], num_ids), remedy)
+    ids = check_ids("ids", ids, (*gathered_batch(hidden_states.shape[:-1], axes), num_ids), remedy)
     return _validated_score(
         hidden_states, lm_head, bias, ids, loss_mask, transform, ignore_index, axes, mesh, chunks, NO_ENTROPY
     )[0]
@@ -215,6 +215,15 @@ def _validated_score(
         vocab_must_not_vary(hidden_states, placement, "hidden_states")
     if 0 in batch:
         return jnp.zeros(ids.shape, dtype), jnp.zeros(ids.shape[:-1], dtype)
+    if isinstance(lm_head, LoraHead) and tokens.valid.shape != hidden_states.shape[:-1]:
+        raise ValueError(
+            wrong(
+                "axes.sequence_parallel",
+                "be False for a LoraHead inside your own shard_map",
+                True,
+                "Gather hidden_states there: jax.lax.all_gather(x, axis, axis=-2, tiled=True).",
+            )
+        )
     activations = [placement.with_spec(x, *placement.hidden) for x in head_activations(hidden_states, lm_head, tokens)]
     matrices = [placement.with_spec(m, *w.roles) for w, m in zip(weights, matrices)]
     bias = None if bias is None else placement.with_spec(bias, "vocab")

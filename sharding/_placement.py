@@ -158,6 +158,16 @@ def place(
     return placement
 
 
+def gathered_batch(batch: tuple[int, ...], axes: MeshAxes | None) -> tuple[int, ...]:
+    """The batch dimensions of local hidden states, as those of targets and results: inside the caller's shard_map, and
+    with `sequence_parallel`, the last of them is split over vocabulary axes that do not split those."""
+    if not isinstance(axes, MeshAxes) or not axes.sequence_parallel or not batch:
+        return batch
+    context = jax.sharding.get_abstract_mesh()
+    manual = {n for n, t in zip(context.axis_names, context.axis_types) if t == AxisType.Manual}
+    return (*batch[:-1], batch[-1] * math.prod(context.shape[a] for a in axis_names(axes.vocab) if a in manual))
+
+
 def vocab_must_not_vary(array: jax.Array, placement: Placement, name: str) -> None:
     """Inside the caller's shard_map: refuse per-token operands that differ between vocabulary shards.
 
