@@ -26,7 +26,8 @@ class Chunks:
     """Sizes of the blocks of the ops from hidden states, per device. None leaves a choice to the library.
 
     Args:
-        token_chunk: rows of a block of logits. Changes memory and speed, and no bit of the result.
+        token_chunk: rows of a block of logits, rounded up to a multiple of 128 where there are so many. Changes memory
+            and speed, and no bit of the results and of dhidden_states; dlm_head is added up in another order.
         vocab_chunk: columns of a block of logits, a multiple of 128. Changes the order of sums over the vocabulary.
         loop: which loop of the backward is outside: "vocab" accumulates dhidden_states in N x D floats, "tokens"
             accumulates dlm_head in D x V floats. None for the smaller one.
@@ -70,7 +71,10 @@ def choose_blocks(chunks: Chunks, *, tokens: int, width: int, vocab: int, is_cpu
     """The blocks for `tokens` rows, `width` features and `vocab` columns on a device."""
     most = _CPU if is_cpu else _ACCELERATOR
     fit = lambda size, least: max(least, min(size, most["floats"] // width) // least * least)
-    rows = round_up(min(chunks.token_chunk or fit(most["rows"], 128), max(1, tokens)), 8)
+    rows = chunks.token_chunk or fit(most["rows"], _LAST_ROWS)
+    # Products of fewer rows are computed otherwise, and the chunk size would show in the last bits.
+    rows = round_up(rows, _LAST_ROWS) if tokens > _LAST_ROWS else round_up(max(1, tokens), 8)
+    rows = min(rows, round_up(tokens, 8))
     columns = min(chunks.vocab_chunk or fit(most["columns"], ALIGNMENT), round_up(vocab, ALIGNMENT))
     last_rows = _LAST_ROWS if rows % _LAST_ROWS == 0 else rows
     return Blocks(rows, last_rows, columns, chunks.loop == "vocab" if chunks.loop else tokens <= vocab)

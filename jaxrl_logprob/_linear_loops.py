@@ -262,7 +262,7 @@ class _Backward:
 
         def block(carry, first, width):
             dxs, gradients = carry
-            weights = self.head.block(first, width)
+            weights = self._block(first, width)
             zeros = jax.tree.map(lambda m: self._zeros(*m.shape), weights)
 
             def add_tile(tile, carry):
@@ -288,7 +288,7 @@ class _Backward:
 
             def block(carry, first, width):
                 sums, totals = carry
-                new = self._tile(tile, xs, self.head.block(first, width), first, width)
+                new = self._tile(tile, xs, self._block(first, width), first, width)
                 add = lambda total, d, axis: self._add(total, d, first, axis)
                 weights = [
                     add(t, d, w.vocab_dimension) for t, d, w in zip(totals.weights, new.weights, self.static.weights)
@@ -315,6 +315,15 @@ class _Backward:
 
     def _rows(self, tile: Tile) -> list[jax.Array]:
         return self.head.rows(*tile.take((self.order.rows, self.order.counted)))
+
+    def _block(self, first: jax.Array, width: int) -> Operands:
+        """The weights of some columns; those that do not exist are 0, whatever they hold."""
+        block, columns = self.head.block(first, width), self.static.scoring.columns(self.first_id + first, width)
+        if columns is None:
+            return block
+        exists = columns < self.static.scoring.vocab_size
+        clean = lambda m, w: jnp.where(exists.T if w.tied else exists, m, jnp.zeros((), m.dtype))
+        return block._replace(weights=[clean(m, w) for m, w in zip(block.weights, self.static.weights)])
 
     def _tile(self, tile: Tile, xs: list[jax.Array], weights: Operands, first: jax.Array, width: int) -> Operands:
         """What one block of logits adds to the gradients."""

@@ -1,11 +1,14 @@
 """What the tests share: tolerances, one comparison, the meshes, random problems, and the float64 oracle."""
 
+import contextlib
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxrl_logprob as jrl
@@ -15,6 +18,26 @@ from jaxrl_logprob import reference
 # Largest error as a multiple of max(1, |expected|): float32 sums of a few hundred terms. Gradients in 16 bits are
 # compared by `assert_rounded_once`.
 VALUE_TOLERANCE = {"float64": 1e-13, "float32": 3e-6, "bfloat16": 3e-6, "float16": 3e-6}
+
+
+def ordinarily(*few: Any, of: Iterable[Any]) -> list:
+    """`of` for `parametrize`, with all but `few` left to the slow run: every program takes XLA a while to compile.
+
+    A tuple is a row of several arguments.
+    """
+    row = lambda value: value if isinstance(value, tuple) else (value,)
+    return [pytest.param(*row(value), marks=() if value in few else pytest.mark.slow) for value in of]
+
+
+@contextlib.contextmanager
+def quick_compilation():
+    """What is compiled here is hardly optimised: for results compared to a tolerance, not for bits or programs."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def assert_close(actual, expected, tolerance: float, what: str = "") -> None:
@@ -85,7 +108,8 @@ class Problem(NamedTuple):
         if mesh is None:
             return self
         tokens = case.axes.per_dimension(2)
-        place = lambda a, *rest: jax.device_put(a, NamedSharding(mesh, P(*tokens, *rest)))
+        # From NumPy: to split an array that is on a device takes a program of its own.
+        place = lambda a, *rest: jax.device_put(np.asarray(a), NamedSharding(mesh, P(*tokens, *rest)))
         return Problem(
             place(self.logits, case.axes.vocab),
             *(place(a, *(None,) * (a.ndim - 2)) for a in self[1:]),
@@ -106,7 +130,7 @@ def make_problem(
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     top = true_vocab or vocab
     return Problem(
-        jnp.asarray(scale * rng.normal(size=(*batch, vocab)), wide).astype(dtype),
+        jnp.asarray(np.asarray(scale * rng.normal(size=(*batch, vocab)), wide).astype(dtype)),
         jnp.asarray(rng.integers(0, top, batch), jnp.int32),
         jnp.asarray(rng.integers(0, top, (*batch, num_ids)), jnp.int32),
         jnp.asarray(rng.random(batch) > 0.25),
@@ -131,20 +155,27 @@ COTANGENTS = {
 }
 
 
-def value_and_gradient(lib, op: str, p: Problem, **kw):
-    """The op's results and dlogits for the problem's cotangents, jitted."""
+_PROGRAMS: dict[tuple, Callable] = {}
 
-    def run(p: Problem):
-        out, pull = jax.vjp(lambda logits: OPS[op](lib, p, logits, **kw), p.logits)
+
+def value_and_gradient(lib, op: str, p: Problem, *, loss_mask=None, **kw):
+    """The op's results and dlogits for the problem's cotangents, jitted; compiled once for equal options."""
+
+    def run(p: Problem, loss_mask):
+        out, pull = jax.vjp(lambda logits: OPS[op](lib, p, logits, loss_mask=loss_mask, **kw), p.logits)
         return out, pull(tuple(c.astype(o.dtype) for c, o in zip(COTANGENTS[op](p), out)))[0]
 
-    return jax.jit(run)(p)
+    if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(kw)):
+        return jax.jit(run)(p, loss_mask)
+    # By `repr`, which tells 0 from 0.0 and -0.0; a mesh's leaves out its devices.
+    key = (lib, op, kw.get("mesh"), repr(kw), jax.config.read("jax_disable_most_optimizations"))
+    return _PROGRAMS.setdefault(key, jax.jit(run))(p, loss_mask)
 
 
 def oracle(op: str, p: Problem, **kw):
     """The same from `reference` in float64, of exactly the same inputs."""
-    with jax.enable_x64(True):
-        widen = lambda a: jnp.asarray(np.asarray(a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a), jnp.float64)
+    with jax.enable_x64(True), quick_compilation():
+        widen = lambda a: jnp.asarray(np.asarray(a).astype(np.float64))
         wide = Problem(*(widen(a) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in p))
         if (transform := kw.get("transform")) is not None and isinstance(transform.temperature, jax.Array):
             kw["transform"] = dataclasses.replace(transform, temperature=widen(transform.temperature))
@@ -159,7 +190,8 @@ def check_op(op: str, p: Problem, case: MeshCase = MESHES["none"], *, axis_type=
     expected, dexpected = oracle(op, p, **kw)
     mesh = case.make(axis_type)
     placed = p.on(case, mesh)
-    out, dlogits = value_and_gradient(jrl, op, placed, axes=case.axes, mesh=mesh, **chunk, **kw)
+    with quick_compilation():
+        out, dlogits = value_and_gradient(jrl, op, placed, axes=case.axes, mesh=mesh, **chunk, **kw)
     assert dlogits.dtype == p.logits.dtype and dlogits.shape == p.logits.shape
     for o, e in zip(out, expected, strict=True):
         assert o.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)

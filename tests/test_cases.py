@@ -1,10 +1,12 @@
 """Public bug reports of this kind of code, as small inputs with right answers: those that ops from logits can have.
 
 Each test is named by the case's id. Numbers were computed in float64 and have six digits; what a case leaves open is
-compared with the textbook's formulas. `everywhere` runs it on one device, with the vocabulary over two, and with
-tokens and vocabulary over two and the rows repeated until the loop takes several steps and has a ragged tail.
+compared with the textbook's formulas. `everywhere` runs it with tokens and vocabulary over two and the rows repeated
+until the loop takes several steps and has a ragged tail; and, in the slow run, on one device and with the vocabulary
+over two.
 """
 
+import contextlib
 import re
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, MeshCase, MESHES
+from checks import assert_close, MeshCase, MESHES, ordinarily
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxrl_logprob as jrl
@@ -39,8 +41,22 @@ WHERE = {
     "vocabulary over 2": Where(VOCAB_2),
     "chunked, tokens and vocabulary over 2": Where(TOKENS_2_VOCAB_2, 20_000, 8),
 }
-either = pytest.mark.parametrize("case", [MESHES["none"], VOCAB_2], ids=["one device", "vocabulary over 2"])
-everywhere = pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+CASES = {"one device": MESHES["none"], "vocabulary over 2": VOCAB_2}
+either = pytest.mark.parametrize("case", CASES, indirect=True)
+either_in_the_slow_run = pytest.mark.parametrize("case", ordinarily("vocabulary over 2", of=CASES), indirect=True)
+everywhere = pytest.mark.parametrize(
+    "where", ordinarily("chunked, tokens and vocabulary over 2", of=WHERE), indirect=True
+)
+
+
+@pytest.fixture
+def case(request) -> MeshCase:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def where(request) -> Where:
+    return WHERE[request.param]
 
 
 class Scores(NamedTuple):
@@ -66,7 +82,7 @@ def textbook(z: np.ndarray, targets: np.ndarray, temperature=1.0) -> Scores:
     return Scores(logprobs, entropy[:, 0], dlogprobs / temperature, -p * (finite + entropy) / temperature)
 
 
-def score(z, targets, where: Where, *, loss_mask=None, temperature=1.0, multiple=1, **kw) -> Scores:
+def score(z, targets, where: Where, *, loss_mask=None, temperature=1.0, multiple=1, quickly=True, **kw) -> Scores:
     """Results and gradients [copies, R, ...] of rows z [R, V], each shard padded to a multiple of that many columns."""
     z, targets = np.asarray(z), np.asarray(targets, np.int32)
     mesh, width = where.case.make(), z.shape[-1]
@@ -97,7 +113,8 @@ def score(z, targets, where: Where, *, loss_mask=None, temperature=1.0, multiple
         return out, pull(jrl.LogprobsAndEntropy(first.astype(jnp.float32), 1.0 - first.astype(jnp.float32)))[0]
 
     padded = np.pad(z, [(0, 0), (0, part.padded_size - width)])
-    out, gradient = run(repeat(padded), repeat(targets), None if loss_mask is None else repeat(loss_mask))
+    with checks.quick_compilation() if quickly else contextlib.nullcontext():
+        out, gradient = run(repeat(padded), repeat(targets), None if loss_mask is None else repeat(loss_mask))
     assert gradient.dtype == z.dtype and not gradient[..., width:].any()
     gradient = np.asarray(gradient[..., :width])
     return Scores(*map(np.asarray, out), gradient[0::2], gradient[1::2])
@@ -148,7 +165,7 @@ def test_e05_entropy_is_not_minus_the_logprob(where):
     check([[2, 0, 0]], [1], where, entropy=[0.665573], logprobs=[-2.239545])
 
 
-@pytest.mark.parametrize("pads", [3, 11])
+@pytest.mark.parametrize("pads", ordinarily(11, of=[3, 11]))
 @everywhere
 def test_e06_pads_add_exactly_nothing(where, pads):
     """Two tokens that count, then pads that hold anything, left out by the mask or by their target."""
@@ -199,7 +216,7 @@ def logprob_gradient_and_entropy(logits, targets, **kw):
     return jax.value_and_grad(total, has_aux=True)(logits)
 
 
-@either
+@either_in_the_slow_run
 def test_g01_gate_shut_costs_no_memory(case):
     """But for the entropy itself and its part of the sum over shards, 4 bytes a token each."""
     tokens, vocab = 1024, 8192
@@ -207,7 +224,7 @@ def test_g01_gate_shut_costs_no_memory(case):
     assert temp - temp_bytes(logprob_gradient, (tokens, vocab), case) <= 8 * tokens
 
 
-@either
+@either_in_the_slow_run
 def test_g01_gate_shut_lets_no_gradient_through(case):
     z, targets = np.float32([[1, 2, 3, 0], [2, 0, 0, 1]]), np.int32([2, 1])
     where = dict(axes=case.axes, mesh=case.make())
@@ -316,7 +333,7 @@ def test_v01_gradient_of_every_shard(where):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("grad", ["inside", "outside"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", ordinarily(2, of=[1, 2, 4]))
 def test_v02_gradient_in_the_callers_shard_map(tp, grad, check_vma):
     z, targets = jnp.array([[1.0, 2, 3, 4]]), jnp.array([0])
     split = P(None, "vocab")
@@ -341,7 +358,7 @@ def test_v02_gradient_in_the_callers_shard_map(tp, grad, check_vma):
         assert_close(actual[0], V01[name], SIX_DIGITS, name)
 
 
-@pytest.mark.parametrize("op", checks.OPS)
+@pytest.mark.parametrize("op", ordinarily("token_logprobs_and_entropy", "gather_logprobs", of=checks.OPS))
 def test_v04_everything_runs_under_check_vma(op):
     """Loops of several steps, with a mask and targets made inside the caller's shard_map, which vary over no axis."""
     p, axes, split = checks.make_problem(batch=(4, 300)), TOKENS_2_VOCAB_2.axes, P("data", None, "vocab")
@@ -398,8 +415,8 @@ def test_c01_peak_is_one_gradient_and_one_chunk(case):
         assert temp < 1.1 * block  # measured 1.002 to 1.02
 
 
-@either
-@pytest.mark.parametrize("tokens, chunk", [(7, 4), (3, 8), (1, 1), (0, 4), (23, 8)])
+@either_in_the_slow_run
+@pytest.mark.parametrize("tokens, chunk", ordinarily((0, 4), (23, 8), of=[(7, 4), (3, 8), (1, 1), (0, 4), (23, 8)]))
 def test_c03_ragged_chunks_and_no_tokens(tokens, chunk, case):
     """2048 columns, so that a block may have as few as 8 rows."""
     rng = np.random.default_rng(0)
@@ -426,7 +443,7 @@ def test_c09_no_copy_inside_the_loop(case):
     assert made_by(entry).count("copy") == 1
 
 
-@either
+@either_in_the_slow_run
 def test_c12_no_softmax_is_kept_for_backward(case):
     size = 2048
     logits_bytes = size * size * 4 // (1 if case.sizes is None else 2)
@@ -434,7 +451,7 @@ def test_c12_no_softmax_is_kept_for_backward(case):
     assert temp < 0.08 * logits_bytes  # measured 0.065 and 0.069: a block of one chunk of 16 is 0.0625
 
 
-@either
+@either_in_the_slow_run
 def test_c14_targets_and_mask_are_traced(case):
     rng = np.random.default_rng(0)
     z, masks = np.float32(rng.normal(size=(6, 4))), rng.random((3, 6)) > 0.3
@@ -464,7 +481,14 @@ def test_l01_l02_temperature_is_in_values_and_gradients(where):
     check([[2, 0]], [0], where, temperature=np.float32([0.5]), **TEMPERED)
 
 
-@pytest.mark.parametrize("temperature", [0.5, np.float64(0.5), np.float32(0.5), np.array(0.5), jnp.float32(0.5)])
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        0.5,
+        np.array(0.5),
+        *(pytest.param(t, marks=pytest.mark.slow) for t in (np.float64(0.5), np.float32(0.5), jnp.float32(0.5))),
+    ],
+)
 def test_l01_temperature_is_any_number(temperature):
     check([[2, 0]], [0], WHERE["one device"], temperature=temperature, **TEMPERED)
 
@@ -475,7 +499,7 @@ def test_l03_temperature_must_be_positive(temperature, our_own_errors):
         jrl.token_logprobs(jnp.zeros((2, 3)), jnp.zeros(2, int), transform=jrl.LogitTransform(temperature=temperature))
 
 
-@either
+@either_in_the_slow_run
 def test_m02_one_compilation_for_every_length(case):
     @jax.jit
     def step(logits, targets, loss_mask, transform, coef):
@@ -501,16 +525,17 @@ def test_m02_one_compilation_for_every_length(case):
 def test_m03_mask_under_jit_equals_slice_then_call(where):
     rng = np.random.default_rng(0)
     z, targets, kept = np.float32(rng.normal(size=(6, 4))), rng.integers(0, 4, 6), np.array([1, 0, 0, 1, 1, 0], bool)
-    masked, sliced = score(z, targets, where, loss_mask=kept), score(z[kept], targets[kept], where)
+    masked = score(z, targets, where, loss_mask=kept, quickly=False)
+    sliced = score(z[kept], targets[kept], where, quickly=False)
     for name, full, part in zip(Scores._fields, masked, sliced):
         assert_close(full[:, kept], part, 0.0, name)
         assert not full[:, ~kept].any()
 
 
-@pytest.mark.parametrize("case", [MESHES["none"], TOKENS_2_VOCAB_2])
-def test_m04_program_depends_on_no_value(case):
+@pytest.mark.parametrize("on", [MESHES["none"], TOKENS_2_VOCAB_2])
+def test_m04_program_depends_on_no_value(on):
     """Concrete operands, as two hosts with unlike batches hold them: the same program, collectives included."""
-    where, logits = dict(axes=case.axes, mesh=case.make()), jnp.zeros((4, 6))
+    where, logits = dict(axes=on.axes, mesh=on.make()), jnp.zeros((4, 6))
     batches = [([0, 1, 2, 3], [True] * 4), ([-100] * 4, [False] * 4), ([7, 7, 7, 7], [True, False] * 2)]
     program = lambda targets, mask: jax.make_jaxpr(partial(both_gradient, targets=targets, loss_mask=mask, **where))
     programs = {str(program(jnp.array(targets), jnp.array(mask))(logits)) for targets, mask in batches}

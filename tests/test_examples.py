@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flax_train_step
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import jaxrl_logprob as jrl
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 
@@ -28,6 +30,15 @@ def numbers(out: str) -> list[float]:
     return [float(n) for n in re.findall(r"(?:reward|entropy) (\S+)", out)]
 
 
+def test_nnx_train_step_learns():
+    """The half of the example that is the quicker one to compile, in this process."""
+    with jax.numpy_dtype_promotion("standard"), jax.set_mesh(jrl.make_mesh({"context": 2, "vocab": 4})):
+        history = flax_train_step.train_nnx()
+    (first, first_entropy), (last, last_entropy) = history[0], history[-1]
+    assert last > first + 0.2 and 0 < last_entropy < first_entropy
+
+
+@pytest.mark.slow
 def test_flax_train_step_learns_and_is_the_same_on_a_mesh():
     one, eight = (run_example("examples/flax_train_step.py", "--mesh", mesh) for mesh in ("1x1", "2x4"))
     for first, last in ((0, 4), (6, 10)):  # NNX, Linen: reward at the first step and at the last

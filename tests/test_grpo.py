@@ -97,6 +97,7 @@ def test_batch_that_the_mesh_does_not_divide():
         grpo.check_rows(make_mesh((2, 2, 2)), config)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_surrogate_loss_is_ppos():
     mesh, batch = make_mesh((1, 1, 1)), random_batch(TINY.vocab_size)
     mask = np.asarray(batch.loss_mask)
@@ -136,6 +137,7 @@ def two_updates(
     return first, actor, history
 
 
+@pytest.mark.slow
 def test_train_step_is_the_same_on_every_mesh():
     (_, whole, want), (first, split, got) = (
         two_updates(tiny_model(mesh), mesh, CONFIG) for mesh in map(make_mesh, MESHES)

@@ -56,6 +56,7 @@ def test_the_link_is_relative():
     assert os.readlink(ROOT / "jaxrl_logprob" / "sharding") == "../sharding"
 
 
+@pytest.mark.slow
 def test_plain_checkout(checkout, tmp_path):
     assert import_from(checkout, tmp_path) == checkout / "jaxrl_logprob" / "sharding" / "__init__.py"
 
@@ -69,6 +70,7 @@ def test_wheel(checkout, tmp_path):
     assert import_from(tmp_path / "site", tmp_path) == tmp_path / "site" / "jaxrl_logprob" / "sharding" / "__init__.py"
 
 
+@pytest.mark.slow
 def test_wheel_from_sdist_is_the_wheel(checkout, tmp_path):
     with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "source", filter="data")
@@ -78,6 +80,7 @@ def test_wheel_from_sdist_is_the_wheel(checkout, tmp_path):
     assert of(source, tmp_path / "a") == of(checkout, tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_editable(checkout, tmp_path):
     wheel = zipfile.ZipFile(build("wheel:editable", checkout, tmp_path / "dist"))
     wheel.extractall(tmp_path / "site")

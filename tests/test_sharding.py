@@ -1,10 +1,13 @@
 """`jaxrl_logprob.sharding`: axes, meshes, the vocabulary partition, and the errors of a placement that cannot be."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import make_problem
+from checks import make_problem, ordinarily
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxrl_logprob as jrl
@@ -109,13 +112,13 @@ def test_vocab_partition_of_nothing():
         VocabPartition(5, 2).bounds(2)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_padded_vocabulary_end_to_end():
     """Case V05: 5 ids on 2 shards; counting the pad as a logit of 0 gives -2.351932."""
     part, mesh = VocabPartition(5, 2), make_mesh({"vocab": 2})
     logits = part.pad(jnp.array([[0.1, -0.2, 0.3, 0.4, -0.5]]))
-    out = jrl.token_logprobs_and_entropy(
-        logits, jnp.array([4]), axes=MeshAxes(vocab="vocab"), mesh=mesh, transform=jrl.LogitTransform(vocab_size=5)
-    )
+    options = dict(axes=MeshAxes(vocab="vocab"), mesh=mesh, transform=jrl.LogitTransform(vocab_size=5))
+    out = jax.jit(functools.partial(jrl.token_logprobs_and_entropy, **options))(logits, jnp.array([4]))
     assert abs(out.logprobs[0] + 2.181222) < 1e-6 and abs(out.entropy[0] - 1.561121) < 1e-6
 
 
@@ -146,11 +149,21 @@ def test_mixed_axis_types_are_not_readable():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_one_device_needs_no_axes(axis_type):
     with jax.set_mesh(make_mesh({"data": 1, "vocab": 1}, axis_type=axis_type)):
-        assert (score() == score(axes=MeshAxes())).all()
+        assert (jax.jit(score)() == jax.jit(functools.partial(score, axes=MeshAxes()))()).all()
 
 
-@pytest.mark.parametrize("sizes", [{"data": 1, "vocab": 1}, {"data": 8, "vocab": 1}, {"data": 1, "vocab": 8}])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    "axis_type, sizes",
+    ordinarily(
+        (AxisType.Explicit, {"data": 8, "vocab": 1}),
+        (AxisType.Auto, {"data": 1, "vocab": 8}),
+        of=itertools.product(
+            [AxisType.Auto, AxisType.Explicit],
+            [{"data": 1, "vocab": 1}, {"data": 8, "vocab": 1}, {"data": 1, "vocab": 8}],
+        ),
+    ),
+)
 def test_axes_of_size_one_may_be_named(axis_type, sizes):
     """The same call on any mesh, whether or not the type of the array names what splits nothing."""
     mesh = make_mesh(sizes, axis_type=axis_type)
@@ -160,7 +173,7 @@ def test_axes_of_size_one_may_be_named(axis_type, sizes):
     with jax.set_mesh(mesh):
         logits = jax.device_put(p.logits, NamedSharding(mesh, P(split[0], None, split[1])))
         gradient = jax.jit(jax.grad(lambda x: jrl.token_logprobs(x, p.targets, axes=axes).sum()))(logits)
-    expected = jax.grad(lambda x: jrl.token_logprobs(x, p.targets).sum())(p.logits)
+    expected = jax.jit(jax.grad(lambda x: jrl.token_logprobs(x, p.targets).sum()))(p.logits)
     assert jnp.abs(gradient - expected).max() < 1e-6
 
 
@@ -212,7 +225,7 @@ def test_vocabulary_axis_left_out_inside_the_callers_shard_map():
 
 def test_replicated_explicit_array_is_readable():
     with jax.set_mesh(make_mesh(SIZES, axis_type=AxisType.Explicit)):
-        assert jnp.isfinite(score()).all()
+        assert jnp.isfinite(jax.jit(score)()).all()
 
 
 def test_axes_and_no_mesh():

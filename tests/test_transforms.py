@@ -1,23 +1,28 @@
 """The ops under JAX's transformations and inside the caller's own shard_map; and the errors where a rule ends."""
 
 import contextlib
+import functools
+import itertools
 
 import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, make_problem
+from checks import assert_close, make_problem, ordinarily
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxrl_logprob as jrl
 from jaxrl_logprob import reference
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 AXES = jrl.MeshAxes(tokens=("data", "context"), vocab="vocab")
 SIZES = {"data": 2, "context": 2, "vocab": 2}
 TOKENS, LOGITS = P("data", "context"), P("data", "context", "vocab")
-kinds_of_axes = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+KINDS = [AxisType.Auto, AxisType.Explicit]
+auto_ordinarily = pytest.mark.parametrize("axis_type", ordinarily(AxisType.Auto, of=KINDS))
+explicit_ordinarily = pytest.mark.parametrize("axis_type", ordinarily(AxisType.Explicit, of=KINDS))
 
 
 def loss(logits, targets, dlogprobs, dentropy, lib=jrl, **kw):
@@ -30,10 +35,16 @@ def arguments(batch=(4, 6), vocab=24):
     return p.logits, p.targets, p.dlogprobs, p.dentropy
 
 
-def check(fun, *args, expected_of=None):
+@functools.cache
+def expected_of_arguments():
+    """Value and gradient of the oracle's loss."""
+    return jax.jit(jax.value_and_grad(functools.partial(loss, lib=reference)))(*arguments())
+
+
+def check(fun, *args):
     """fun(*args) is (value, gradient) of the loss over all tokens."""
     value, gradient = jax.jit(fun)(*args)
-    expected, dexpected = jax.value_and_grad(loss)(*(expected_of or arguments()), lib=reference)
+    expected, dexpected = expected_of_arguments()
     assert_close(value, expected, 3e-6, "value")
     assert_close(gradient, dexpected, 3e-6, "gradient")
 
@@ -44,13 +55,13 @@ def test_vmap():
 
 def test_vmap_of_gradient():
     args = arguments()
-    gradient = jax.vmap(jax.grad(loss))(*args)
-    assert_close(gradient, jax.grad(loss)(*args, lib=reference), 3e-6)
+    gradient = jax.jit(jax.vmap(jax.grad(loss)))(*args)
+    assert_close(gradient, expected_of_arguments()[1], 3e-6)
 
 
 def test_jacrev():
     args = arguments(batch=(3,), vocab=7)
-    of = lambda lib: jax.jacrev(lambda x: lib.token_logprobs(x, args[1]))(args[0])
+    of = lambda lib: jax.jit(jax.jacrev(lambda x: lib.token_logprobs(x, args[1])))(args[0])
     assert_close(of(jrl), of(reference), 3e-6)
 
 
@@ -73,7 +84,7 @@ def test_no_jit_equals_jit():
 @pytest.fixture
 def placed(axis_type):
     mesh = jrl.make_mesh(SIZES, axis_type=axis_type)
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    put = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
     logits, *rest = arguments()
     return mesh, (put(logits, LOGITS), *(put(a, TOKENS) for a in rest))
 
@@ -82,9 +93,16 @@ def context(mesh, set_mesh):
     return (jax.set_mesh(mesh), {}) if set_mesh else (contextlib.nullcontext(), {"mesh": mesh})
 
 
-@kinds_of_axes
-@pytest.mark.parametrize("set_mesh", [True, False])
-@pytest.mark.parametrize("transform", ["jit", "remat", "mean"])
+@pytest.mark.parametrize(
+    "axis_type, set_mesh, transform",
+    ordinarily(
+        (AxisType.Auto, False, "jit"),
+        (AxisType.Explicit, True, "jit"),
+        (AxisType.Auto, True, "remat"),
+        (AxisType.Auto, True, "mean"),
+        of=itertools.product(KINDS, [True, False], ["jit", "remat", "mean"]),
+    ),
+)
 def test_mesh_from_context_or_argument(placed, set_mesh, transform):
     mesh, args = placed
     manager, kw = context(mesh, set_mesh)
@@ -94,12 +112,12 @@ def test_mesh_from_context_or_argument(placed, set_mesh, transform):
         if transform == "mean":  # whatever the caller's loss does, no factor of an axis size
             fun = lambda *a: loss(*a, axes=AXES, **kw) / 24
             value, gradient = jax.jit(jax.value_and_grad(fun))(*args)
-            assert_close(24 * gradient, jax.grad(loss)(*arguments(), lib=reference), 3e-6)
+            assert_close(24 * gradient, expected_of_arguments()[1], 3e-6)
         else:
             check(jax.value_and_grad(fun), *args)
 
 
-@kinds_of_axes
+@auto_ordinarily
 def test_vmap_over_a_split_dimension(placed):
     mesh, args = placed
     axes = jrl.MeshAxes(tokens="context", vocab="vocab")
@@ -116,9 +134,15 @@ def test_scan_over_a_split_dimension(placed):
         check(jax.value_and_grad(run), *args)
 
 
-@kinds_of_axes
-@pytest.mark.parametrize("set_mesh", [True, False])
-@pytest.mark.parametrize("gradient", ["outside", "inside"])
+@pytest.mark.parametrize(
+    "axis_type, set_mesh, gradient",
+    ordinarily(
+        (AxisType.Auto, False, "inside"),
+        (AxisType.Auto, True, "outside"),
+        (AxisType.Explicit, True, "inside"),
+        of=itertools.product(KINDS, [True, False], ["outside", "inside"]),
+    ),
+)
 def test_inside_the_callers_shard_map(placed, set_mesh, gradient):
     mesh, args = placed
     manager, kw = context(mesh, set_mesh)
@@ -133,7 +157,7 @@ def test_inside_the_callers_shard_map(placed, set_mesh, gradient):
         check(fun, *args)
 
 
-@kinds_of_axes
+@auto_ordinarily
 @pytest.mark.parametrize(
     "in_specs, over, reduce",
     [((P("data"),) * 4, "data", ("data",)), ((P(None, None, "vocab"), P(), P(), P()), "vocab", ())],
@@ -157,7 +181,7 @@ def test_vmap_over_all_tokens_inside_the_callers_shard_map(placed):
     check(jax.value_and_grad(fun), *args)
 
 
-@kinds_of_axes
+@auto_ordinarily
 def test_replicated_logits_scored_against_split_targets(placed):
     """Logits that vary over fewer axes than the targets: their gradient is the sum over the others."""
     mesh, (logits, targets, dlogprobs, dentropy) = placed
@@ -175,13 +199,13 @@ def test_replicated_logits_scored_against_split_targets(placed):
         args = (first, put(targets), put(dlogprobs), put(dentropy))
         _, *rest = arguments()
         same = lambda x: loss(jnp.broadcast_to(x, (4, 6, 24)), *rest, lib=reference)
-        expected, dexpected = jax.value_and_grad(same)(arguments()[0][:1])
+        expected, dexpected = jax.jit(jax.value_and_grad(same))(arguments()[0][:1])
         value, gradient = jax.jit(jax.value_and_grad(mapped))(*args)
     assert_close(value, expected, 3e-6)
     assert_close(gradient, dexpected, 3e-6)
 
 
-@kinds_of_axes
+@explicit_ordinarily
 def test_padded_vocabulary_inside_shard_map(placed):
     mesh, args = placed
     targets = jnp.minimum(arguments()[1], 19)
@@ -192,7 +216,8 @@ def test_padded_vocabulary_inside_shard_map(placed):
         fun = jax.shard_map(total, in_specs=(LOGITS, TOKENS, TOKENS, TOKENS), out_specs=P())
         value, gradient = jax.jit(jax.value_and_grad(fun))(*args)
     logits, _, *rest = arguments()
-    expected, dexpected = jax.value_and_grad(loss)(logits, targets, *rest, lib=reference, transform=transform)
+    oracle = functools.partial(loss, lib=reference, transform=transform)
+    expected, dexpected = jax.jit(jax.value_and_grad(oracle))(logits, targets, *rest)
     assert_close(value, expected, 3e-6)
     assert_close(gradient, dexpected, 3e-6)
 
@@ -236,8 +261,8 @@ def _jvp(f, x):
     return jax.jvp(f, (x,), (x,))
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("op", checks.OPS)
+@pytest.mark.parametrize("jit", ordinarily(True, of=[False, True]))
+@pytest.mark.parametrize("op", ordinarily("token_logprobs_and_entropy", of=checks.OPS))
 @pytest.mark.parametrize(
     "differentiate, what",
     [
@@ -254,7 +279,8 @@ def test_unsupported_derivative_names_the_way_out(op, differentiate, what, jit):
     run = lambda x: differentiate(of(jrl), x)
     with pytest.raises(TypeError, match=f"{what}.*jaxrl_logprob.reference"):
         jax.block_until_ready((jax.jit(run) if jit else run)(p.logits))
-    assert all(np.isfinite(a).all() for a in jax.tree.leaves(differentiate(of(reference), p.logits)))
+    derivatives = jax.jit(lambda x: differentiate(of(reference), x))(p.logits)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(derivatives))
 
 
 def test_derivative_of_the_cotangent_is_refused():
