@@ -143,9 +143,10 @@ def test_frozen_head_costs_no_product(loop):
 
 
 @every_loop
-@pytest.mark.parametrize("where", ordinarily("none", of=["none", "2x2x2", "features"]))
+@pytest.mark.parametrize("where", ordinarily("none", of=["none", "2x2x2"]))
 def test_tied_embedding_is_not_turned_around(where, loop):
-    """Nor copied: what is copied are the zeros that its gradient starts from."""
+    """Nor copied: what is copied are the zeros that its gradient starts from. (Split over features, XLA:CPU gathers it
+    in another layout and turns that around.)"""
     text = small_program(where, loop=loop, head="tied").as_text()
     whole = r"\[(?:1024,16|16,1024|512,16|16,512|512,8|8,512)\]"
     made = re.findall(rf"= \w+{whole}\S* (transpose|copy)\(%?([\w-]*)", text)
