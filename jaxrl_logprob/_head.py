@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from ._operands import TokenOperands
+from ._operands import floating
 from .sharding import Role
 from .sharding._errors import wrong
 
@@ -55,47 +55,56 @@ Head = Float[Array, "D V"] | TiedEmbedding | LoraHead
 
 
 class Weight(NamedTuple):
-    """One of the matrices, static part: what it is called, and whether its first dimension is the vocabulary."""
+    """One of the matrices, static part: what it is called, and what its two dimensions are."""
 
     name: str
-    tied: bool
     roles: tuple[Role, ...]
 
     @property
     def vocab_dimension(self) -> int:
-        return 0 if self.tied else 1
+        return self.roles.index("vocab")
+
+    @property
+    def features_dimension(self) -> int | None:
+        """The dimension that FSDP splits; None where nothing does."""
+        return self.roles.index("features") if "features" in self.roles else None
 
 
-def head_weights(lm_head: Any, width: int) -> tuple[list[Weight], list[jax.Array]]:
+def head_weights(lm_head: Any, width: int, shards: int = 1) -> tuple[list[Weight], list[jax.Array]]:
     """The matrices of a head, checked against each other and the `width` of the hidden states.
+
+    Args:
+        shards: into how many blocks along D the caller's own shard_map has split lm_head. An adapter's `a` is whole.
 
     Raises:
         TypeError: another type, or not floating point.
         ValueError: shapes that do not match.
     """
     if isinstance(lm_head, LoraHead):
-        weights, arrays = head_weights(lm_head.lm_head, width)
+        weights, arrays = head_weights(lm_head.lm_head, width, shards)
         vocab = arrays[0].shape[weights[0].vocab_dimension]
         a, b = _matrix("lm_head.a", lm_head.a, (width, "r")), _matrix("lm_head.b", lm_head.b, ("r", vocab))
         if a.shape[1] != b.shape[0]:
             raise ValueError(wrong("lm_head.b", f"have the rank of lm_head.a, ({a.shape[1]}, {vocab})", b.shape))
-        return [*weights, Weight("lm_head.b", False, (None, "vocab"))], [*arrays, b]
+        return [*weights, Weight("lm_head.b", (None, "vocab"))], [*arrays, b]
     if isinstance(lm_head, TiedEmbedding):
-        embedding = _matrix("lm_head.embedding", lm_head.embedding, ("V", width))
-        return [Weight("lm_head.embedding", True, ("vocab", "features"))], [embedding]
+        embedding = _matrix("lm_head.embedding", lm_head.embedding, ("V", width // shards))
+        return [Weight("lm_head.embedding", ("vocab", "features"))], [embedding]
     if not isinstance(lm_head, jax.Array | np.ndarray):
         raise TypeError(wrong("lm_head", "be an array [D, V], a TiedEmbedding or a LoraHead", type(lm_head).__name__))
     remedy = "For an embedding [V, D], pass TiedEmbedding(embedding)."
-    return [Weight("lm_head", False, ("features", "vocab"))], [_matrix("lm_head", lm_head, (width, "V"), remedy)]
+    return [Weight("lm_head", ("features", "vocab"))], [_matrix("lm_head", lm_head, (width // shards, "V"), remedy)]
 
 
-def head_activations(hidden_states: Float[Array, "*batch D"], lm_head: Any, tokens: TokenOperands) -> list[jax.Array]:
+def head_activations(
+    hidden_states: Float[Array, "*batch D"], lm_head: Any, valid: Bool[Array, "*batch"]
+) -> list[jax.Array]:
     """The activations that the matrices of `head_weights` multiply. Rows that do not count may hold anything."""
     if not isinstance(lm_head, LoraHead):
         return [hidden_states]
     a = jnp.asarray(lm_head.a)
     dtype = operand_dtype(hidden_states, a)
-    clean = jnp.where(tokens.valid[..., None], hidden_states, jnp.zeros((), hidden_states.dtype)).astype(dtype)
+    clean = jnp.where(valid[..., None], hidden_states, jnp.zeros((), hidden_states.dtype)).astype(dtype)
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     low_rank = jnp.matmul(clean, a.astype(dtype), preferred_element_type=wide)
     scaled = low_rank * jnp.asarray(lm_head.scale).astype(low_rank.dtype)
@@ -117,9 +126,7 @@ def check_hidden_states(hidden_states: jax.Array | np.ndarray) -> Float[Array, "
         TypeError: not floating point.
         ValueError: no width, or width 0.
     """
-    hidden_states = jnp.asarray(hidden_states)
-    if not jnp.issubdtype(hidden_states.dtype, jnp.floating):
-        raise TypeError(wrong("hidden_states", "be floating point", f"dtype {hidden_states.dtype}"))
+    hidden_states = floating("hidden_states", hidden_states)
     if hidden_states.ndim == 0 or hidden_states.shape[-1] == 0:
         raise ValueError(wrong("hidden_states", "have shape (*batch, D)", hidden_states.shape))
     return hidden_states
@@ -134,18 +141,14 @@ def check_bias(bias: jax.Array | np.ndarray | None, columns: int) -> jax.Array |
     """
     if bias is None:
         return None
-    bias = jnp.asarray(bias)
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise TypeError(wrong("bias", "be floating point", f"dtype {bias.dtype}"))
+    bias = floating("bias", bias)
     if bias.shape != (columns,):
         raise ValueError(wrong("bias", f"have one entry for each column of lm_head, ({columns},)", bias.shape))
     return bias
 
 
 def _matrix(name: str, array: Any, shape: tuple[int | str, int | str], remedy: str = "") -> jax.Array:
-    array = jnp.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(wrong(name, "be floating point", f"dtype {array.dtype}"))
+    array = floating(name, array)
     fits = array.ndim == 2 and all(isinstance(n, str) or n == m for n, m in zip(shape, array.shape))
     if not fits or not array.size:
         raise ValueError(wrong(name, f"have shape ({shape[0]}, {shape[1]}), not empty", array.shape, remedy))

@@ -17,14 +17,15 @@ from ._chunks import Chunks
 from ._first_order import first_derivative_only, reverse_mode_only
 from ._gate import apply_gate, entropy_gate, EntropyGate, NO_ENTROPY
 from ._head import check_bias, check_hidden_states, Head, head_activations, head_weights, LoraHead
-from ._linear_loops import LinearScoring, local_backward, local_forward, local_gather, Operands
+from ._head_blocks import Operands
+from ._linear_loops import LinearScoring, local_backward, local_forward, local_gather
 from ._operands import check_ids, TokenOperands
 from ._scoring import arithmetic_dtype, LogprobsAndEntropy, operands_spec, prepare, TARGETS_REMEDY
 from ._stats import Normalizer
 from ._transform import LogitTransform
-from .sharding import MeshAxes, place
+from .sharding import MeshAxes, place, Role
 from .sharding._errors import wrong
-from .sharding._placement import gathered_batch, sequence_last, vocab_must_not_vary
+from .sharding._placement import gathered_batch, hidden_roles, manual_shards, vocab_must_not_vary
 
 
 def linear_token_logprobs(
@@ -197,13 +198,13 @@ def _validated_score(
     *batch, width = hidden_states.shape
     if not isinstance(chunks, Chunks):
         raise TypeError(wrong("chunks", "be a Chunks", repr(chunks), "Chunks(token_chunk=..., vocab_chunk=...)."))
-    weights, matrices = head_weights(lm_head, width)
+    weights, matrices = head_weights(lm_head, width, manual_shards(axes.features) if axes is not None else 1)
     columns = matrices[0].shape[weights[0].vocab_dimension]
     bias = check_bias(bias, columns)
     dtype = arithmetic_dtype(*jax.tree.leaves((hidden_states, matrices, bias)))
     rank = len(batch)
-    arrays = {w.name: (m, w.roles) for w, m in zip(weights, matrices)}
-    arrays = {"hidden_states": (hidden_states, (*sequence_last(rank), None)), **arrays}
+    arrays: dict[str, tuple[jax.Array, tuple[Role, ...]]] = {"hidden_states": (hidden_states, hidden_roles(rank))}
+    arrays |= {w.name: (m, w.roles) for w, m in zip(weights, matrices)}
     if bias is not None:
         arrays["bias"] = (bias, ("vocab",))
     placement = place(axes, mesh, arrays, rank=rank)
@@ -224,7 +225,8 @@ def _validated_score(
                 "Gather hidden_states there: jax.lax.all_gather(x, axis, axis=-2, tiled=True).",
             )
         )
-    activations = [placement.with_spec(x, *placement.hidden) for x in head_activations(hidden_states, lm_head, tokens)]
+    valid = placement.with_spec(tokens.valid, *placement.hidden[:-1])
+    activations = [placement.with_spec(x, *placement.hidden) for x in head_activations(hidden_states, lm_head, valid)]
     matrices = [placement.with_spec(m, *w.roles) for w, m in zip(weights, matrices)]
     bias = None if bias is None else placement.with_spec(bias, "vocab")
     activations, tokens = placement.vary_alike((activations, tokens))

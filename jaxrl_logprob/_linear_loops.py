@@ -5,23 +5,22 @@
               rows accumulates
               "tokens" outside: the other way round
 
-Rows that count are brought together by a stable sort of the mask, and tiles without any are not visited: the loops
-over tiles have as many steps as there are rows. Loops with collectives in them have the same steps on every device.
+Tiles without a row that counts are not visited: their number is data. Loops with collectives in them have the same
+steps on every device.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
 
-from ._chunks import ALIGNMENT, Blocks, choose_blocks, Chunks
-from ._head import operand_dtype, Weight
-from ._loop import fold_blocks, on_platform, Platform, round_up
+from ._chunks import Blocks, choose_blocks, Chunks
+from ._head import Weight
+from ._head_blocks import HeadBlocks, Operands, vocabulary_first
+from ._loop import fold_blocks, on_platform, Platform
 from ._operands import TokenOperands
 from ._scoring import (
     arithmetic_dtype,
@@ -34,15 +33,8 @@ from ._scoring import (
     Scoring,
 )
 from ._stats import merge_blocks, no_stats, Normalizer
+from ._tiles import consecutive, over_tiles, row_order, take_rows, Tile
 from .sharding._placement import vary_over, vma
-
-
-class Operands(NamedTuple):
-    """What is differentiated: logits = Σ_i activations_i @ weights_i + bias."""
-
-    activations: list[jax.Array]
-    weights: list[jax.Array]
-    bias: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -54,57 +46,6 @@ class LinearScoring:
     chunks: Chunks
 
 
-class RowOrder(NamedTuple):
-    """The rows that count first, in their order, then the others.
-
-    Attributes:
-        rows: the rows in that order, with row 0 repeated up to a whole number of tiles.
-        position: where each row stands in that order.
-        counted: for each of `rows`, whether it counts.
-        num_counted: how many do.
-    """
-
-    rows: Int32[Array, " M"]
-    position: Int32[Array, " N"]
-    counted: Bool[Array, " M"]
-    num_counted: Int32[Array, ""]
-
-
-def row_order(valid: Bool[Array, " N"], multiple: int) -> RowOrder:
-    size = valid.shape[0]
-    rows = jnp.argsort(~valid, stable=True).astype(jnp.int32)
-    position = jnp.argsort(rows).astype(jnp.int32)
-    count = jnp.sum(valid, dtype=jnp.int32)
-    padded = round_up(size, multiple)
-    counted = lax.iota(jnp.int32, padded) < count
-    return RowOrder(jnp.pad(rows, (0, padded - size)), position, counted, count)
-
-
-class Tile(NamedTuple):
-    """`size` rows of a `RowOrder`, from `first` on."""
-
-    first: jax.Array
-    size: int
-
-    def take(self, tree: Any) -> Any:
-        """These rows of every array."""
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.first, self.size), tree)
-
-    def put(self, buffer: jax.Array, block: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(buffer, block, self.first, 0)
-
-
-def over_tiles(body: Callable[[Tile, Any], Any], carry: Any, order: RowOrder, blocks: Blocks) -> Any:
-    """carry = body(tile, carry), over tiles of all rows that count: large ones, then small ones for what is left."""
-    large = 0
-    if blocks.last_rows < blocks.rows <= order.rows.size:
-        large = order.num_counted // blocks.rows
-        carry = lax.fori_loop(0, large, lambda i, c: body(Tile(i * blocks.rows, blocks.rows), c), carry)
-    start = large * blocks.rows
-    small = -(-(order.num_counted - start) // blocks.last_rows)
-    return lax.fori_loop(0, small, lambda i, c: body(Tile(start + i * blocks.last_rows, blocks.last_rows), c), carry)
-
-
 def local_gather(static: LinearScoring, operands: Operands) -> Operands:
     """The operands of one device, whole along features, and along tokens over the vocabulary axes."""
     place = static.scoring.placement
@@ -112,7 +53,7 @@ def local_gather(static: LinearScoring, operands: Operands) -> Operands:
     sequence = place.vocab if place.axes.sequence_parallel else ()
     activations = [gather(x, sequence, place.rank - 1) for x in operands.activations]
     weights = [
-        gather(m, place.features, w.roles.index("features")) if "features" in w.roles else m
+        m if w.features_dimension is None else gather(m, place.features, w.features_dimension)
         for w, m in zip(static.weights, operands.weights)
     ]
     return Operands(activations, weights, operands.bias)
@@ -126,13 +67,13 @@ def local_forward(static: LinearScoring, operands: Operands, tokens: TokenOperan
     size, columns = _sizes(static, operands)
     first_id = scoring.first_id(columns)
     local_ids = tokens.ids - first_id
-    dtype, axes = arithmetic_dtype(*jax.tree.leaves(operands)), _varying((operands, tokens))
+    dtype, axes = arithmetic_dtype(*jax.tree.leaves(operands)), vma((operands, tokens))
 
     def run(platform: Platform, operands: Operands, tokens: TokenOperands, local_ids: jax.Array):
         blocks = _blocks(static, operands, platform)
-        weights, operands = _vocabulary_first(static.weights, operands, platform)
+        weights, operands = vocabulary_first(static.weights, operands, platform)
         order = row_order(tokens.valid, blocks.last_rows)
-        head = _Head(weights, platform, operands)
+        head = HeadBlocks(weights, platform, operands)
         ids, inverse_temperature = jax.tree.map(lambda a: a[order.rows], (local_ids, tokens.inverse_temperature))
 
         def tile_stats(tile, results):
@@ -183,7 +124,7 @@ def local_backward(
 
     def run(platform: Platform, operands: Operands, rows: Any):
         blocks = _blocks(static, operands, platform)
-        weights, operands = _vocabulary_first(static.weights, operands, platform)
+        weights, operands = vocabulary_first(static.weights, operands, platform)
         loop = _Backward(dataclasses.replace(static, weights=weights), platform, blocks, operands, rows, batch)
         gradients = loop.vocab_outside() if blocks.vocab_outside else loop.tokens_outside()
         turned = [d if w == own else d.T for d, w, own in zip(gradients.weights, weights, static.weights)]
@@ -192,72 +133,24 @@ def local_backward(
     return on_platform(run, operands, rows)
 
 
-class _Head:
-    """Rows of the activations, blocks of the weights, and the logits they make."""
-
-    def __init__(self, weights: tuple[Weight, ...], platform: Platform, operands: Operands):
-        self.weights, self.platform, self.operands = weights, platform, operands
-        self.stored = jax.tree.map(platform.stored, operands)
-
-    def rows(self, rows: jax.Array, counted: jax.Array) -> list[jax.Array]:
-        """The activations of these rows; 0 where they do not count, whatever they hold."""
-
-        def take(x, stored):
-            block = self.platform.loaded(_take_rows(stored, rows), x.dtype)
-            return jnp.where(counted[:, None], block, jnp.zeros((), x.dtype))
-
-        return [take(x, s) for x, s in zip(self.operands.activations, self.stored.activations)]
-
-    def block(self, first: jax.Array, width: int) -> Operands:
-        """The weights and the bias of some columns."""
-        cut = lambda m, s, axis: self.platform.loaded(lax.dynamic_slice_in_dim(s, first, width, axis), m.dtype)
-        weights = [
-            cut(m, s, w.vocab_dimension) for w, m, s in zip(self.weights, self.operands.weights, self.stored.weights)
-        ]
-        bias = self.operands.bias
-        return Operands([], weights, None if bias is None else cut(bias, self.stored.bias, 0))
-
-    def logits(self, xs: list[jax.Array], block: Operands, dtype: Any) -> jax.Array:
-        """Σ_i x_i W_i + bias, accumulated in `dtype`."""
-        terms = [
-            _product(x, m, (1, 1 - w.vocab_dimension), operand_dtype(x, m), dtype)
-            for x, m, w in zip(xs, block.weights, self.weights)
-        ]
-        logits = sum(terms[1:], start=terms[0])
-        return logits if block.bias is None else logits + block.bias.astype(dtype)[None, :]
-
-    def gradients(self, xs: list[jax.Array], block: Operands, dx: jax.Array) -> Operands:
-        """Of activations, weights and bias, for the gradient of their logits; in the dtype of `dx`."""
-        dxs, dws = [], []
-        for x, m, w in zip(xs, block.weights, self.weights):
-            # Bfloat16 products where the hardware has them; XLA:CPU widens them anyway, and float16 would underflow.
-            operands = operand_dtype(x, m)
-            narrow = operands == jnp.bfloat16 and not self.platform.is_cpu
-            operands = operands if narrow else dx.dtype
-            dxs.append(_product(dx, m, (1, w.vocab_dimension), operands, dx.dtype))
-            pair = (dx, x) if w.tied else (x, dx)
-            dws.append(_product(*pair, (0, 0), operands, dx.dtype))
-        return Operands(dxs, dws, None if block.bias is None else jnp.sum(dx, axis=0))
-
-
 class _Backward:
     """The backward of one device, in either order of its two loops."""
 
     def __init__(self, static: LinearScoring, platform: Platform, blocks: Blocks, operands: Operands, rows, batch):
         self.static, self.platform, self.blocks, self.operands, self.batch = static, platform, blocks, operands, batch
-        self.head = _Head(static.weights, platform, operands)
+        self.head = HeadBlocks(static.weights, platform, operands)
         self.order = row_order(rows.valid, blocks.last_rows)
         self.sorted = jax.tree.map(lambda a: a[self.order.rows], rows)
         self.sorted = self.sorted._replace(valid=self.order.counted)
         self.dtype = arithmetic_dtype(*jax.tree.leaves(operands))
-        self.axes = _varying((operands, rows))
+        self.axes = vma((operands, rows))
         self.columns = _sizes(static, operands)[1]
         self.first_id = static.scoring.first_id(self.columns)
 
     def vocab_outside(self) -> Operands:
         """Each block of dlm_head is finished and written once; dhidden_states accumulates, [N, D] floats."""
         rows = self.order.rows.size
-        gradients = Operands([], *self._buffers()[1:])
+        gradients = self._buffers()
         dxs = [self._zeros(rows, x.shape[-1]) for x in self.operands.activations]
 
         def block(carry, first, width):
@@ -300,7 +193,8 @@ class _Backward:
             sums, totals = fold_blocks(block, (sums, totals), self.columns, self.blocks.columns)
             return [self._scatter(dx, s, tile, x) for dx, s, x in zip(dxs, sums, self.operands.activations)], totals
 
-        dxs, totals = over_tiles(finish_tile, (self._buffers()[0], totals), self.order, self.blocks)
+        dxs = [self._stored_zeros(x.shape, x.dtype, self.axes) for x in self.operands.activations]
+        dxs, totals = over_tiles(finish_tile, (dxs, totals), self.order, self.blocks)
 
         def block(gradients, first, width):
             cut = lambda t, axis: lax.dynamic_slice_in_dim(t, first, width, axis)
@@ -308,8 +202,7 @@ class _Backward:
             bias = None if totals.bias is None else cut(totals.bias, 0)
             return self._write(gradients, Operands([], weights, bias), first)
 
-        gradients = Operands([], *self._buffers()[1:])
-        gradients = fold_blocks(block, gradients, self.columns, self.blocks.columns)
+        gradients = fold_blocks(block, self._buffers(), self.columns, self.blocks.columns)
         dxs = [self._sum_over_vocab(dx, x) for dx, x in zip(dxs, self.operands.activations)]
         return Operands(dxs, *self._loaded(gradients)[1:])
 
@@ -322,7 +215,7 @@ class _Backward:
         if columns is None:
             return block
         exists = columns < self.static.scoring.vocab_size
-        clean = lambda m, w: jnp.where(exists.T if w.tied else exists, m, jnp.zeros((), m.dtype))
+        clean = lambda m, w: jnp.where(exists if w.vocab_dimension else exists.T, m, jnp.zeros((), m.dtype))
         return block._replace(weights=[clean(m, w) for m, w in zip(block.weights, self.static.weights)])
 
     def _tile(self, tile: Tile, xs: list[jax.Array], weights: Operands, first: jax.Array, width: int) -> Operands:
@@ -342,21 +235,21 @@ class _Backward:
         return lax.dynamic_update_slice_in_dim(total, old + new, first, axis)
 
     def _buffers(self) -> Operands:
-        """The gradients, all zero, in their own dtypes, in the form in which the loops update them."""
-        place = self.static.scoring.placement
-        shards = lax.axis_size(place.features) if place.features else 1
+        """The gradients of weights and bias, all zero, in their own dtypes, as the loops update them."""
+        features = self.static.scoring.placement.features
 
-        def zeros(array, shape, axes):
-            return vary_over(self.platform.stored(jnp.zeros(shape, array.dtype)), axes)
+        def zeros(array, split):
+            shape = list(array.shape)
+            if split is not None and features:
+                shape[split] //= lax.axis_size(features)
+            varying = vma(array) | set(features if split is not None else ())
+            return self._stored_zeros(tuple(shape), array.dtype, varying)
 
-        weights = []
-        for m, w in zip(self.operands.weights, self.static.weights):
-            split = "features" in w.roles
-            shape = [n // (shards if r == "features" else 1) for n, r in zip(m.shape, w.roles)]
-            weights.append(zeros(m, shape, vma(m) | set(place.features if split else ())))
-        bias = self.operands.bias
-        activations = [zeros(x, x.shape, self.axes) for x in self.operands.activations]
-        return Operands(activations, weights, None if bias is None else zeros(bias, bias.shape, vma(bias)))
+        weights = [zeros(m, w.features_dimension) for m, w in zip(self.operands.weights, self.static.weights)]
+        return Operands([], weights, None if self.operands.bias is None else zeros(self.operands.bias, None))
+
+    def _stored_zeros(self, shape: tuple[int, ...], dtype: Any, varying: frozenset[str]) -> jax.Array:
+        return vary_over(self.platform.stored(jnp.zeros(shape, dtype)), varying)
 
     def _loaded(self, gradients: Operands) -> Operands:
         """Stored buffers of weights and bias in their own dtypes."""
@@ -375,7 +268,7 @@ class _Backward:
             return lax.dynamic_update_slice_in_dim(buffer, self.platform.stored(total), first, axis)
 
         weights = [
-            write(b, t, m, w.vocab_dimension, w.roles.index("features") if "features" in w.roles else None)
+            write(b, t, m, w.vocab_dimension, w.features_dimension)
             for b, t, m, w in zip(gradients.weights, sums.weights, self.operands.weights, self.static.weights)
         ]
         bias = None if sums.bias is None else write(gradients.bias, sums.bias, self.operands.bias, 0, None)
@@ -391,7 +284,7 @@ class _Backward:
         def block(buffer, first, width):
             rows = lax.dynamic_slice_in_dim(index, first, width, 1).reshape(-1)
             position = self.order.position[rows]
-            part = _take_rows(total, position)
+            part = take_rows(total, position)
             part = jnp.where(self.order.counted[position][:, None], part, 0.0).astype(x.dtype)
             if shards > 1:
                 vocab = self.static.scoring.placement.vocab
@@ -401,7 +294,7 @@ class _Backward:
 
         local = index.shape[1]
         varying = vma(x) | set(self.static.scoring.placement.vocab if shards > 1 else ())
-        buffer = vary_over(self.platform.stored(jnp.zeros((local, x.shape[1]), x.dtype)), varying)
+        buffer = self._stored_zeros((local, x.shape[1]), x.dtype, varying)
         buffer = fold_blocks(block, buffer, local, self.blocks.rows)
         return self._unflat(self.platform.loaded(buffer, x.dtype), shards)
 
@@ -409,11 +302,11 @@ class _Backward:
         """The rows of a tile of dhidden_states, finished, to where they belong; those that do not count stay 0."""
         rows, counted = tile.take((self.order.rows, self.order.counted))
         block = self.platform.stored(block.astype(x.dtype))
-        consecutive = _consecutive(rows) & jnp.all(counted)
+        together = consecutive(rows) & jnp.all(counted)
         put = lambda b: lax.dynamic_update_slice_in_dim(b, block, rows[0], 0)
         drop = jnp.where(counted, rows, len(buffer))
         spread = lambda b: b.at[drop].set(block, mode="drop")
-        return lax.cond(consecutive, put, spread, buffer) if len(rows) <= len(buffer) else spread(buffer)
+        return lax.cond(together, put, spread, buffer) if len(rows) <= len(buffer) else spread(buffer)
 
     def _sum_over_vocab(self, buffer: jax.Array, x: jax.Array) -> jax.Array:
         """dhidden_states [*batch, D] of a buffer that has all rows."""
@@ -434,21 +327,6 @@ class _Backward:
         return rows.reshape(*batch, rows.shape[-1])
 
 
-def _vocabulary_first(
-    weights: tuple[Weight, ...], operands: Operands, platform: Platform
-) -> tuple[tuple[Weight, ...], Operands]:
-    """Every matrix as [V, D] where its V columns do not fill whole lanes of an accelerator.
-
-    XLA for TPU keeps such a [D, V] with D along the lanes; asked for blocks of columns it would turn a copy of it
-    around. The transpose is no more than another name for what is there.
-    """
-    if platform.is_cpu or operands.weights[0].shape[weights[0].vocab_dimension] % ALIGNMENT == 0:
-        return weights, operands
-    turned = [m if w.tied else m.T for m, w in zip(operands.weights, weights)]
-    tied = tuple(w if w.tied else w._replace(tied=True, roles=w.roles[::-1]) for w in weights)
-    return tied, operands._replace(weights=turned)
-
-
 def _blocks(static: LinearScoring, operands: Operands, platform: Platform) -> Blocks:
     tokens, columns = _sizes(static, operands)
     width = operands.activations[0].shape[-1]
@@ -460,29 +338,8 @@ def _sizes(static: LinearScoring, operands: Operands) -> tuple[int, int]:
     return operands.activations[0].shape[0], operands.weights[0].shape[static.weights[0].vocab_dimension]
 
 
-def _varying(tree: Any) -> frozenset[str]:
-    return frozenset().union(*(vma(a) for a in jax.tree.leaves(tree)))
-
-
 def _sum_over(x: jax.Array, names: frozenset[str]) -> jax.Array:
     return lax.psum(x, tuple(sorted(names))) if names else x
-
-
-def _consecutive(rows: jax.Array) -> jax.Array:
-    return jnp.all(rows == rows[0] + lax.iota(jnp.int32, rows.size))
-
-
-def _take_rows(array: jax.Array, rows: jax.Array) -> jax.Array:
-    """array[rows]; a slice where they are next to each other, as rows that count often are: a gather costs more."""
-    if rows.size > array.shape[0]:
-        return array[rows]
-    cut = lambda: lax.dynamic_slice_in_dim(array, rows[0], rows.size)
-    return lax.cond(_consecutive(rows), cut, lambda: array[rows])
-
-
-def _product(x: jax.Array, y: jax.Array, contract: tuple[int, int], operands: Any, dtype: Any) -> jax.Array:
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(x.astype(operands), y.astype(operands), dimensions, preferred_element_type=dtype)
 
 
 def _choose(chosen: jax.Array, x: jax.Array, local_ids: jax.Array) -> jax.Array:

@@ -89,6 +89,18 @@ def check_chunk(name: str, chunk: object) -> None:
             raise ValueError(wrong(name, "be at least 1, or None", chunk))
 
 
+def floating(name: str, array: jax.Array | np.ndarray) -> jax.Array:
+    """`array` as a JAX array.
+
+    Raises:
+        TypeError: not floating point.
+    """
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(wrong(name, "be floating point", f"dtype {array.dtype}"))
+    return array
+
+
 def check_logits(logits: jax.Array | np.ndarray) -> Float[Array, "..."]:
     """`logits` as a JAX array.
 
@@ -96,9 +108,7 @@ def check_logits(logits: jax.Array | np.ndarray) -> Float[Array, "..."]:
         TypeError: not floating point.
         ValueError: no vocabulary dimension, or an empty one.
     """
-    logits = jnp.asarray(logits)
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(wrong("logits", "be floating point", f"dtype {logits.dtype}"))
+    logits = floating("logits", logits)
     if logits.ndim == 0:
         raise ValueError(wrong("logits", "have shape (*batch, V)", logits.shape))
     if logits.shape[-1] == 0:

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from . import _linear as ops
 from ._chunks import Chunks
-from ._head import check_hidden_states, head_activations, head_weights, LoraHead, operand_dtype, TiedEmbedding
-from ._operands import TokenOperands
+from ._head import check_hidden_states, head_activations, head_weights, LoraHead, TiedEmbedding
+from ._head_blocks import head_logits, Operands
 from ._scoring import arithmetic_dtype, LogprobsAndEntropy
 from ._transform import check_static_int, LogitTransform, transform_logits
 from .sharding import MeshAxes
@@ -116,12 +116,9 @@ class _Methods:
         hidden_states, lm_head, bias = self._operands(hidden_states, **tied)
         batch = hidden_states.shape[:-1]
         weights, matrices = head_weights(lm_head, hidden_states.shape[-1])
-        every_token = TokenOperands(jnp.zeros((*batch, 0), jnp.int32), jnp.ones(batch, bool), None)
-        activations = head_activations(hidden_states, lm_head, every_token)
-        terms = [_product(x, m.T if w.tied else m) for x, w, m in zip(activations, weights, matrices, strict=True)]
-        if bias is not None:
-            terms.append(jnp.broadcast_to(bias.astype(terms[0].dtype), terms[0].shape))
-        logits = sum(terms[1:], start=terms[0])
+        activations = head_activations(hidden_states, lm_head, jnp.ones(batch, bool))
+        operands = Operands(activations, matrices, bias)
+        logits = head_logits(tuple(weights), operands, arithmetic_dtype(*jax.tree.leaves(operands)))
         columns = logits.shape[-1]
         if self.vocab_size is None:
             return transform_logits(logits, None, self.logit_softcap, columns)
@@ -285,11 +282,6 @@ def _assemble(hidden_states: Any, lm_head: Any, bias: Any, adapter: tuple | None
         )
         adapter = adapter and (adapter[0].astype(dtype), adapter[1].astype(dtype), adapter[2])
     return hidden_states, LoraHead(lm_head, *adapter) if adapter else lm_head, bias
-
-
-def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    dtype = operand_dtype(x, matrix)
-    return jnp.matmul(x.astype(dtype), matrix.astype(dtype), preferred_element_type=arithmetic_dtype(x, matrix))
 
 
 def _check_layer(layer: Any) -> None:

@@ -66,7 +66,7 @@ class Placement:
     @property
     def hidden(self) -> tuple[Role, ...]:
         """The roles of hidden states [*batch, D]."""
-        return sequence_last(self.rank) + (None,)
+        return hidden_roles(self.rank)
 
     def spec(self, *roles: Role) -> Any:
         """The PartitionSpec of an array with these dimensions, as `run` wants it; it stands for the array in a tree."""
@@ -86,11 +86,17 @@ class Placement:
         """`array` in the sharding that `run` wants of it.
 
         Under Explicit axes shardings are types, and an O(N) mask made by `jnp.ones` has another one than the logits.
+        Under Auto axes JAX brings arrays where `run` wants them; what it gathers for that, features along axes that do
+        not split tokens, is held to its own split before, and so is its gradient.
         """
-        if self.mesh is None or not _explicit(self.mesh):
+        if self.mesh is None:
             return array
-        spec = PartitionSpec(*_typed_entries(self.mesh, self.spec(*roles)))
-        return jax.reshard(array, spec if isinstance(self.mesh, AbstractMesh) else NamedSharding(self.mesh, spec))
+        put = lambda spec: spec if isinstance(self.mesh, AbstractMesh) else NamedSharding(self.mesh, spec)
+        if _explicit(self.mesh):
+            return jax.reshard(array, put(PartitionSpec(*_typed_entries(self.mesh, self.spec(*roles)))))
+        if "features" in roles and self.features != axis_names(self.axes.features) and not manual_axes():
+            return lax.with_sharding_constraint(array, put(PartitionSpec(*_entries(self.axes, roles))))
+        return array
 
     def vary_alike(self, tree: Any) -> Any:
         """The arrays of `tree`, each varying over every manual axis that any of them varies over, vocabulary apart.
@@ -98,7 +104,7 @@ class Placement:
         A scan carry has one type from its first step to its last. The transpose is the sum over the axes that
         were added, so that the gradient of a replicated array is right.
         """
-        varying = frozenset().union(*(vma(a) for a in jax.tree.leaves(tree))) - frozenset(self.vocab)
+        varying = vma(tree) - frozenset(self.vocab)
         return jax.tree.map(lambda array: vary_over(array, varying), tree)
 
 
@@ -107,9 +113,9 @@ def tokens_first(rank: int) -> tuple[Role, ...]:
     return ("tokens",) * rank
 
 
-def sequence_last(rank: int) -> tuple[Role, ...]:
-    """The roles of `rank` batch dimensions, of which the last may be split over the vocabulary axes too."""
-    return (*tokens_first(rank - 1), "sequence") if rank else ()
+def hidden_roles(rank: int) -> tuple[Role, ...]:
+    """The roles of hidden states [*batch, D]; the last batch dimension may be split over the vocabulary axes too."""
+    return (*tokens_first(rank - 1), "sequence", None) if rank else (None,)
 
 
 def place(
@@ -133,8 +139,7 @@ def place(
         ValueError: axes that are not in the mesh, that do not divide an array, that contradict its
             type, or that are needed and not given.
     """
-    context = jax.sharding.get_abstract_mesh()
-    manual = frozenset(n for n, t in zip(context.axis_names, context.axis_types) if t == AxisType.Manual)
+    context, manual = jax.sharding.get_abstract_mesh(), manual_axes()
     if mesh is None or manual:
         mesh = context if context.axis_names else None
     _check_arguments(axes, mesh, context)
@@ -148,8 +153,7 @@ def place(
         return Placement(None, axes, rank, frozenset(), 1)
     vocab = axis_names(axes.vocab)
     mapped = frozenset({*axis_names(axes.tokens), *vocab} - manual)
-    shards = math.prod(mesh.shape[a] for a in vocab if a in manual)
-    placement = Placement(mesh if mapped else None, axes, rank, mapped, shards)
+    placement = Placement(mesh if mapped else None, axes, rank, mapped, manual_shards(axes.vocab))
     for name, (array, roles) in arrays.items():
         if manual:
             _check_local(array, axes, manual, roles, name)
@@ -163,9 +167,19 @@ def gathered_batch(batch: tuple[int, ...], axes: MeshAxes | None) -> tuple[int, 
     with `sequence_parallel`, the last of them is split over vocabulary axes that do not split those."""
     if not isinstance(axes, MeshAxes) or not axes.sequence_parallel or not batch:
         return batch
+    return (*batch[:-1], batch[-1] * manual_shards(axes.vocab))
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that the caller's own shard_map has made manual."""
     context = jax.sharding.get_abstract_mesh()
-    manual = {n for n, t in zip(context.axis_names, context.axis_types) if t == AxisType.Manual}
-    return (*batch[:-1], batch[-1] * math.prod(context.shape[a] for a in axis_names(axes.vocab) if a in manual))
+    return frozenset(n for n, t in zip(context.axis_names, context.axis_types) if t == AxisType.Manual)
+
+
+def manual_shards(entry: AxisEntry) -> int:
+    """Into how many blocks the caller's own shard_map has split a dimension with this entry."""
+    context, manual = jax.sharding.get_abstract_mesh(), manual_axes()
+    return math.prod(context.shape[a] for a in axis_names(entry) if a in manual)
 
 
 def vocab_must_not_vary(array: jax.Array, placement: Placement, name: str) -> None:
@@ -187,9 +201,9 @@ def vocab_must_not_vary(array: jax.Array, placement: Placement, name: str) -> No
         )
 
 
-def vma(array: jax.Array) -> frozenset[str]:
-    """The manual mesh axes over which `array` varies."""
-    return frozenset(jax.typeof(array).manual_axis_type.varying)
+def vma(tree: Any) -> frozenset[str]:
+    """The manual mesh axes over which any array of `tree` varies."""
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(tree)))
 
 
 def vary_over(array: jax.Array, axes: Iterable[str]) -> jax.Array:
