@@ -158,6 +158,18 @@ COTANGENTS = {
 _PROGRAMS: dict[tuple, Callable] = {}
 
 
+def jit_once(run: Callable, lib, op: str, options: dict) -> Callable:
+    """`run` jitted, and compiled once for equal options; `options` are all that it closes over, and hold no arrays."""
+    # By `repr`, which tells 0 from 0.0 and -0.0; a mesh's leaves out its devices.
+    key = (lib, op, options.get("mesh"), repr(options), jax.config.read("jax_disable_most_optimizations"))
+    return _PROGRAMS.setdefault(key, jax.jit(run))
+
+
+def widen(a: jax.Array) -> jax.Array:
+    """Floating point as float64, where x64 is on; what else there is as it is."""
+    return jnp.asarray(np.asarray(a).astype(np.float64)) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+
 def value_and_gradient(lib, op: str, p: Problem, *, loss_mask=None, **kw):
     """The op's results and dlogits for the problem's cotangents, jitted; compiled once for equal options."""
 
@@ -167,19 +179,15 @@ def value_and_gradient(lib, op: str, p: Problem, *, loss_mask=None, **kw):
 
     if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(kw)):
         return jax.jit(run)(p, loss_mask)
-    # By `repr`, which tells 0 from 0.0 and -0.0; a mesh's leaves out its devices.
-    key = (lib, op, kw.get("mesh"), repr(kw), jax.config.read("jax_disable_most_optimizations"))
-    return _PROGRAMS.setdefault(key, jax.jit(run))(p, loss_mask)
+    return jit_once(run, lib, op, kw)(p, loss_mask)
 
 
 def oracle(op: str, p: Problem, **kw):
     """The same from `reference` in float64, of exactly the same inputs."""
     with jax.enable_x64(True), quick_compilation():
-        widen = lambda a: jnp.asarray(np.asarray(a).astype(np.float64))
-        wide = Problem(*(widen(a) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in p))
         if (transform := kw.get("transform")) is not None and isinstance(transform.temperature, jax.Array):
             kw["transform"] = dataclasses.replace(transform, temperature=widen(transform.temperature))
-        out, gradient = value_and_gradient(reference, op, wide, **kw)
+        out, gradient = value_and_gradient(reference, op, Problem(*map(widen, p)), **kw)
         return [np.asarray(o) for o in out], np.asarray(gradient)
 
 

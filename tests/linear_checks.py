@@ -1,7 +1,6 @@
 """What the tests of the ops from hidden states share: random problems, their placement, and the float64 oracle."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import checks
@@ -135,9 +134,6 @@ def cotangents(op: str, p: LinearProblem) -> tuple:
     return checks.COTANGENTS[op.removeprefix("linear_")](p)  # pyright: ignore[reportArgumentType]
 
 
-_PROGRAMS: dict[tuple, Callable] = {}
-
-
 def value_and_gradients(lib, op: str, p: LinearProblem, *, loss_mask=None, transform=jrl.LogitTransform(), **kw):
     """The op's results, and the gradients of hidden states, head and bias; jitted, compiled once for equal options."""
     traced = isinstance(transform.temperature, jax.Array)
@@ -153,23 +149,15 @@ def value_and_gradients(lib, op: str, p: LinearProblem, *, loss_mask=None, trans
 
     temperature = transform.temperature if traced else None
     static = dataclasses.replace(transform, temperature=1.0) if traced else transform
-    # By `repr`, which tells 0 from 0.0; a mesh's leaves out its devices.
-    key = (lib, op, kw.get("mesh"), repr((kw, static, traced)), jax.config.read("jax_disable_most_optimizations"))
-    return _PROGRAMS.setdefault(key, jax.jit(run))(p, loss_mask, temperature)
+    return checks.jit_once(run, lib, op, dict(kw, transform=static, traced=traced))(p, loss_mask, temperature)
 
 
 def oracle(op: str, p: LinearProblem, *, transform=jrl.LogitTransform(), **kw) -> tuple[list, list]:
     """The same from `reference` in float64, of exactly the same inputs; the gradients as a list of arrays."""
     with jax.enable_x64(True), checks.quick_compilation():
-
-        def widen(a):
-            if not jnp.issubdtype(a.dtype, jnp.floating):
-                return a
-            return jnp.asarray(np.asarray(a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a), jnp.float64)
-
         if isinstance(transform.temperature, jax.Array):
-            transform = dataclasses.replace(transform, temperature=widen(transform.temperature))
-        found = value_and_gradients(reference, op, jax.tree.map(widen, p), transform=transform, **kw)
+            transform = dataclasses.replace(transform, temperature=checks.widen(transform.temperature))
+        found = value_and_gradients(reference, op, jax.tree.map(checks.widen, p), transform=transform, **kw)
         out, gradients = ([np.asarray(a) for a in jax.tree.leaves(part)] for part in found)
         return out, gradients
 
