@@ -5,7 +5,7 @@ Whatever the form, the logits are a sum of products of activations and weights, 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,9 @@ class LoraHead:
 Head = Float[Array, "D V"] | TiedEmbedding | LoraHead
 
 
-class Weight(NamedTuple):
-    """One of the matrices, static part: what it is called, and what its two dimensions are."""
+@dataclass(frozen=True)
+class Weight:
+    """One of the matrices, or the bias, static part: what it is called, and what its dimensions are."""
 
     name: str
     roles: tuple[Role, ...]
@@ -68,6 +69,9 @@ class Weight(NamedTuple):
     def features_dimension(self) -> int | None:
         """The dimension that FSDP splits; None where nothing does."""
         return self.roles.index("features") if "features" in self.roles else None
+
+
+BIAS = Weight("bias", ("vocab",))
 
 
 def head_weights(lm_head: Any, width: int, shards: int = 1) -> tuple[list[Weight], list[jax.Array]]:

@@ -1,5 +1,6 @@
 """Blocks of the head: some rows of the activations, some columns of the weights, their logits and their gradients."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +14,14 @@ from ._tiles import take_rows
 
 
 class Operands(NamedTuple):
-    """What is differentiated: logits = Σ_i activations_i @ weights_i + bias."""
+    """What is differentiated: logits = Σ_i activations_i @ weights_i + bias.
 
-    activations: list[jax.Array]
-    weights: list[jax.Array]
-    bias: jax.Array | None
+    Of gradients and the like, whatever is asked of each; None where nothing is.
+    """
+
+    activations: list[Any]
+    weights: list[Any]
+    bias: Any
 
 
 def head_logits(weights: tuple[Weight, ...], operands: Operands, dtype: Any) -> jax.Array:
@@ -59,18 +63,19 @@ class HeadBlocks:
         """Σ_i x_i W_i + bias of rows and columns, accumulated in `dtype`."""
         return head_logits(self.weights, block._replace(activations=xs), dtype)
 
-    def gradients(self, xs: list[jax.Array], block: Operands, dx: jax.Array) -> Operands:
-        """Of activations, weights and bias, for the gradient of their logits; in the dtype of `dx`."""
+    def gradients(self, xs: list[jax.Array], block: Operands, dx: jax.Array, wanted: Operands) -> Operands:
+        """Of activations, and of those weights and the bias that are not None in `wanted`, for the gradient of their
+        logits; in the dtype of `dx`."""
         dxs, dws = [], []
-        for x, m, w in zip(xs, block.weights, self.weights):
+        for x, m, w, weight_wanted in zip(xs, block.weights, self.weights, wanted.weights):
             # Bfloat16 products where the hardware has them; XLA:CPU widens them anyway, and float16 would underflow.
             operands = operand_dtype(x, m)
             narrow = operands == jnp.bfloat16 and not self.platform.is_cpu
             operands = operands if narrow else dx.dtype
             dxs.append(_product(dx, m, (1, w.vocab_dimension), operands, dx.dtype))
             pair = (x, dx) if w.vocab_dimension else (dx, x)
-            dws.append(_product(*pair, (0, 0), operands, dx.dtype))
-        return Operands(dxs, dws, None if block.bias is None else jnp.sum(dx, axis=0))
+            dws.append(_product(*pair, (0, 0), operands, dx.dtype) if weight_wanted else None)
+        return Operands(dxs, dws, jnp.sum(dx, axis=0) if wanted.bias else None)
 
 
 def vocabulary_first(
@@ -84,7 +89,7 @@ def vocabulary_first(
     if platform.is_cpu or operands.weights[0].shape[weights[0].vocab_dimension] % ALIGNMENT == 0:
         return weights, operands
     turned = [m.T if w.vocab_dimension else m for m, w in zip(operands.weights, weights)]
-    first = tuple(w._replace(roles=w.roles[::-1]) if w.vocab_dimension else w for w in weights)
+    first = tuple(dataclasses.replace(w, roles=w.roles[::-1]) if w.vocab_dimension else w for w in weights)
     return first, operands._replace(weights=turned)
 
 

@@ -4,11 +4,14 @@ Every public function here is one call of `_score`, as in `_logits`; what it doe
 `_scoring`, and its loops are in `_linear_loops`.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import custom_vjp_primal_tree_values, CustomVJPPrimal, SymbolicZero
+from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Integer
@@ -16,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from ._chunks import Chunks
 from ._first_order import first_derivative_only, reverse_mode_only
 from ._gate import apply_gate, entropy_gate, EntropyGate, NO_ENTROPY
-from ._head import check_bias, check_hidden_states, Head, head_activations, head_weights, LoraHead
+from ._head import BIAS, check_bias, check_hidden_states, Head, head_activations, head_weights, LoraHead
 from ._head_blocks import Operands
 from ._linear_loops import LinearScoring, local_backward, local_forward, local_gather
 from ._operands import check_ids, TokenOperands
@@ -236,9 +239,18 @@ def _validated_score(
     return logprobs, apply_gate(gate, entropies)
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wanted:
+    """Which weights are differentiated: a frozen lm_head costs neither its gradient's product nor its buffer."""
+
+    names: frozenset[str]
+
+
 class _Residuals(NamedTuple):
     """Kept for backward besides the operands: 8 bytes a token, 12 where the entropy is differentiated."""
 
+    wanted: _Wanted
     operands: Operands
     tokens: TokenOperands
     norm: Normalizer
@@ -252,25 +264,38 @@ def _score(static: LinearScoring, operands: Operands, tokens: TokenOperands) -> 
 
 
 def _score_fwd(static: LinearScoring, operands: Operands, tokens: TokenOperands):
+    names = [*(w.name for w in static.weights), *([] if operands.bias is None else [BIAS.name])]
+    primals = jax.tree.leaves((operands.weights, operands.bias), is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    wanted = _Wanted(frozenset(name for name, primal in zip(names, primals, strict=True) if primal.perturbed))
+    operands, tokens = custom_vjp_primal_tree_values((operands, tokens))
     operands = _gathered(static, jax.tree.map(first_derivative_only, operands))
     out, norm = _forward(static, operands, tokens)
-    return out, _Residuals(operands, tokens, norm, out[1] if static.scoring.entropy.differentiated else None)
+    entropies = out[1] if static.scoring.entropy.differentiated else None
+    return out, _Residuals(wanted, operands, tokens, norm, entropies)
 
 
 def _score_bwd(static: LinearScoring, residuals: _Residuals, cotangents):
-    dlogprobs, dentropy = jax.tree.map(first_derivative_only, cotangents)
+    dlogprobs, dentropy = jax.tree.map(first_derivative_only, jax.tree.map(_instantiated, cotangents))
     dentropy = dentropy if static.scoring.entropy.differentiated else None
-    place = static.scoring.placement
+    place, wanted = static.scoring.placement, residuals.wanted.names
     ids, per_token = place.spec(*place.batch, None), place.spec(*place.batch)
+    specs = _specs(static, gathered=False)
+    only_wanted = jax.tree.map(lambda _, spec: spec, static.parts(wanted), specs._replace(activations=[]))
     doperands = place.run(
-        partial(local_backward, static),
+        partial(local_backward, static, wanted),
         (_specs(static, gathered=True), operands_spec(place), per_token, per_token, ids, per_token),
-        _specs(static, gathered=False),
-    )(*residuals, dlogprobs, dentropy)
+        only_wanted._replace(activations=specs.activations),
+    )(*residuals[1:], dlogprobs, dentropy)
     return doperands, None
 
 
-_score.defvjp(_score_fwd, _score_bwd)
+_score.defvjp(_score_fwd, _score_bwd, symbolic_zeros=True)
+
+
+def _instantiated(cotangent: Any) -> jax.Array:
+    if isinstance(cotangent, SymbolicZero):
+        return cast(jax.Array, ad.instantiate_zeros(ad.Zero(cotangent.aval)))
+    return cotangent
 
 
 def _forward(static: LinearScoring, operands: Operands, tokens: TokenOperands) -> Any:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._chunks import Blocks, choose_blocks, Chunks
-from ._head import Weight
+from ._head import BIAS, Weight
 from ._head_blocks import HeadBlocks, Operands, vocabulary_first
 from ._loop import fold_blocks, on_platform, Platform
 from ._operands import TokenOperands
@@ -44,6 +44,11 @@ class LinearScoring:
     scoring: Scoring
     weights: tuple[Weight, ...]
     chunks: Chunks
+
+    def parts(self, wanted: frozenset[str]) -> Operands:
+        """The weights and the bias whose gradient is wanted, by name."""
+        only = lambda w: w if w.name in wanted else None
+        return Operands([], [only(w) for w in self.weights], only(BIAS))
 
 
 def local_gather(static: LinearScoring, operands: Operands) -> Operands:
@@ -106,6 +111,7 @@ def local_forward(static: LinearScoring, operands: Operands, tokens: TokenOperan
 
 def local_backward(
     static: LinearScoring,
+    wanted: frozenset[str],
     operands: Operands,
     tokens: TokenOperands,
     norm: Normalizer,
@@ -113,7 +119,7 @@ def local_backward(
     dlogprobs: jax.Array,
     dentropy: jax.Array | None,
 ) -> Operands:
-    """The gradients of this device's operands, summed over the devices that share them."""
+    """The gradients of this device's operands, summed over the devices that share them; None of weights not `wanted`."""
     batch = operands.activations[0].shape[:-1]
     (activations, tokens, norm, entropies, dlogprobs, dentropy) = flat(
         (operands.activations, tokens, norm, entropies, dlogprobs, dentropy), len(batch)
@@ -125,10 +131,10 @@ def local_backward(
     def run(platform: Platform, operands: Operands, rows: Any):
         blocks = _blocks(static, operands, platform)
         weights, operands = vocabulary_first(static.weights, operands, platform)
-        loop = _Backward(dataclasses.replace(static, weights=weights), platform, blocks, operands, rows, batch)
+        loop = _Backward(dataclasses.replace(static, weights=weights), wanted, platform, blocks, operands, rows, batch)
         gradients = loop.vocab_outside() if blocks.vocab_outside else loop.tokens_outside()
-        turned = [d if w == own else d.T for d, w, own in zip(gradients.weights, weights, static.weights)]
-        return gradients._replace(weights=turned)
+        own = lambda d, w, own: d if d is None or w == own else d.T
+        return gradients._replace(weights=[*map(own, gradients.weights, weights, static.weights)])
 
     return on_platform(run, operands, rows)
 
@@ -136,14 +142,16 @@ def local_backward(
 class _Backward:
     """The backward of one device, in either order of its two loops."""
 
-    def __init__(self, static: LinearScoring, platform: Platform, blocks: Blocks, operands: Operands, rows, batch):
+    def __init__(self, static: LinearScoring, wanted, platform: Platform, blocks: Blocks, operands, rows, batch):
         self.static, self.platform, self.blocks, self.operands, self.batch = static, platform, blocks, operands, batch
+        self.parts = static.parts(wanted)
         self.head = HeadBlocks(static.weights, platform, operands)
         self.order = row_order(rows.valid, blocks.last_rows)
         self.sorted = jax.tree.map(lambda a: a[self.order.rows], rows)
         self.sorted = self.sorted._replace(valid=self.order.counted)
         self.dtype = arithmetic_dtype(*jax.tree.leaves(operands))
         self.axes = vma((operands, rows))
+        self.features = static.scoring.placement.features
         self.columns = _sizes(static, operands)[1]
         self.first_id = static.scoring.first_id(self.columns)
 
@@ -156,7 +164,7 @@ class _Backward:
         def block(carry, first, width):
             dxs, gradients = carry
             weights = self._block(first, width)
-            zeros = jax.tree.map(lambda m: self._zeros(*m.shape), weights)
+            zeros = jax.tree.map(lambda _, m: self._zeros(*m.shape), self.parts, weights)
 
             def add_tile(tile, carry):
                 dxs, sums = carry
@@ -173,7 +181,7 @@ class _Backward:
 
     def tokens_outside(self) -> Operands:
         """Each tile of dhidden_states is finished and written once; dlm_head accumulates, [D, V] floats."""
-        totals = jax.tree.map(lambda m: self._zeros(*m.shape), self.operands._replace(activations=[]))
+        totals = jax.tree.map(lambda _, m: self._zeros(*m.shape), self.parts, self._weights())
 
         def finish_tile(tile, carry):
             dxs, totals = carry
@@ -182,12 +190,9 @@ class _Backward:
             def block(carry, first, width):
                 sums, totals = carry
                 new = self._tile(tile, xs, self._block(first, width), first, width)
-                add = lambda total, d, axis: self._add(total, d, first, axis)
-                weights = [
-                    add(t, d, w.vocab_dimension) for t, d, w in zip(totals.weights, new.weights, self.static.weights)
-                ]
-                bias = None if new.bias is None else add(totals.bias, new.bias, 0)
-                return [a + b for a, b in zip(sums, new.activations)], Operands([], weights, bias)
+                add = lambda w, total, d: self._add(total, d, first, w.vocab_dimension)
+                totals = jax.tree.map(add, self.parts, totals, new._replace(activations=[]))
+                return [a + b for a, b in zip(sums, new.activations)], totals
 
             sums = [self._zeros(*x.shape) for x in xs]
             sums, totals = fold_blocks(block, (sums, totals), self.columns, self.blocks.columns)
@@ -197,10 +202,8 @@ class _Backward:
         dxs, totals = over_tiles(finish_tile, (dxs, totals), self.order, self.blocks)
 
         def block(gradients, first, width):
-            cut = lambda t, axis: lax.dynamic_slice_in_dim(t, first, width, axis)
-            weights = [cut(t, w.vocab_dimension) for t, w in zip(totals.weights, self.static.weights)]
-            bias = None if totals.bias is None else cut(totals.bias, 0)
-            return self._write(gradients, Operands([], weights, bias), first)
+            cut = lambda w, total: lax.dynamic_slice_in_dim(total, first, width, w.vocab_dimension)
+            return self._write(gradients, jax.tree.map(cut, self.parts, totals), first)
 
         gradients = fold_blocks(block, self._buffers(), self.columns, self.blocks.columns)
         dxs = [self._sum_over_vocab(dx, x) for dx, x in zip(dxs, self.operands.activations)]
@@ -224,7 +227,8 @@ class _Backward:
         rows = rows._replace(local_ids=rows.local_ids - first)
         columns = self.static.scoring.columns(self.first_id + first, width)
         logits = self.head.logits(xs, weights, self.dtype)
-        return self.head.gradients(xs, weights, backward_block(self.static.scoring, logits, columns, rows))
+        dlogits = backward_block(self.static.scoring, logits, columns, rows)
+        return self.head.gradients(xs, weights, dlogits, self.parts)
 
     def _zeros(self, *shape: int) -> jax.Array:
         return vary_over(jnp.zeros(shape, self.dtype), self.axes)
@@ -234,45 +238,42 @@ class _Backward:
         old = lax.dynamic_slice_in_dim(total, first, new.shape[axis], axis)
         return lax.dynamic_update_slice_in_dim(total, old + new, first, axis)
 
+    def _weights(self) -> Operands:
+        return self.operands._replace(activations=[])
+
     def _buffers(self) -> Operands:
         """The gradients of weights and bias, all zero, in their own dtypes, as the loops update them."""
-        features = self.static.scoring.placement.features
 
-        def zeros(array, split):
-            shape = list(array.shape)
-            if split is not None and features:
-                shape[split] //= lax.axis_size(features)
-            varying = vma(array) | set(features if split is not None else ())
-            return self._stored_zeros(tuple(shape), array.dtype, varying)
+        def zeros(part, array):
+            split = self._split(part)
+            shape = tuple(n // lax.axis_size(self.features) if i == split else n for i, n in enumerate(array.shape))
+            varying = vma(array) | set(self.features if split is not None else ())
+            return self._stored_zeros(shape, array.dtype, varying)
 
-        weights = [zeros(m, w.features_dimension) for m, w in zip(self.operands.weights, self.static.weights)]
-        return Operands([], weights, None if self.operands.bias is None else zeros(self.operands.bias, None))
+        return jax.tree.map(zeros, self.parts, self._weights())
+
+    def _split(self, part: Weight) -> int | None:
+        """The dimension that other devices have more of (FSDP)."""
+        return part.features_dimension if self.features else None
 
     def _stored_zeros(self, shape: tuple[int, ...], dtype: Any, varying: frozenset[str]) -> jax.Array:
         return vary_over(self.platform.stored(jnp.zeros(shape, dtype)), varying)
 
     def _loaded(self, gradients: Operands) -> Operands:
         """Stored buffers of weights and bias in their own dtypes."""
-        own = self.operands._replace(activations=[])
-        return jax.tree.map(lambda g, m: self.platform.loaded(g, m.dtype), gradients, own)
+        return jax.tree.map(lambda _, g, m: self.platform.loaded(g, m.dtype), self.parts, gradients, self._weights())
 
     def _write(self, gradients: Operands, sums: Operands, first: jax.Array) -> Operands:
         """Finished blocks of the gradients of weights and bias: rounded, summed over devices, put in place."""
-        features = self.static.scoring.placement.features
 
-        def write(buffer, total, like, axis, split):
+        def write(part, buffer, total, like):
             total = total.astype(like.dtype)
-            if split is not None and features:
-                total = lax.psum_scatter(total, features, scatter_dimension=split, tiled=True)
+            if (split := self._split(part)) is not None:
+                total = lax.psum_scatter(total, self.features, scatter_dimension=split, tiled=True)
             total = _sum_over(total, vma(total) - vma(buffer))
-            return lax.dynamic_update_slice_in_dim(buffer, self.platform.stored(total), first, axis)
+            return lax.dynamic_update_slice_in_dim(buffer, self.platform.stored(total), first, part.vocab_dimension)
 
-        weights = [
-            write(b, t, m, w.vocab_dimension, w.features_dimension)
-            for b, t, m, w in zip(gradients.weights, sums.weights, self.operands.weights, self.static.weights)
-        ]
-        bias = None if sums.bias is None else write(gradients.bias, sums.bias, self.operands.bias, 0, None)
-        return Operands([], weights, bias)
+        return jax.tree.map(write, self.parts, gradients, sums, self._weights())
 
     def _collect(self, total: jax.Array, x: jax.Array) -> jax.Array:
         """dhidden_states [*batch, D] of its accumulator in sorted order: rounded and summed over the vocabulary axes
