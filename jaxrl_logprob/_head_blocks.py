@@ -1,6 +1,7 @@
 """Blocks of the head: some rows of the activations, some columns of the weights, their logits and their gradients."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,13 @@ class Operands(NamedTuple):
     activations: list[Any]
     weights: list[Any]
     bias: Any
+
+
+def map_parts(fun: Callable, parts: Operands, *rest: Operands) -> Operands:
+    """fun(part, ...) of each weight and of the bias, where `parts` has one; None elsewhere."""
+    only = lambda part, *arrays: None if part is None else fun(part, *arrays)
+    weights = [o._replace(activations=[]) for o in (parts, *rest)]
+    return jax.tree.map(only, *weights, is_leaf=lambda x: x is None)
 
 
 def head_logits(weights: tuple[Weight, ...], operands: Operands, dtype: Any) -> jax.Array:

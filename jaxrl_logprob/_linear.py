@@ -20,7 +20,7 @@ from ._chunks import Chunks
 from ._first_order import first_derivative_only, reverse_mode_only
 from ._gate import apply_gate, entropy_gate, EntropyGate, NO_ENTROPY
 from ._head import BIAS, check_bias, check_hidden_states, Head, head_activations, head_weights, LoraHead
-from ._head_blocks import Operands
+from ._head_blocks import map_parts, Operands
 from ._linear_loops import LinearScoring, local_backward, local_forward, local_gather
 from ._operands import check_ids, TokenOperands
 from ._scoring import arithmetic_dtype, LogprobsAndEntropy, operands_spec, prepare, TARGETS_REMEDY
@@ -280,7 +280,7 @@ def _score_bwd(static: LinearScoring, residuals: _Residuals, cotangents):
     place, wanted = static.scoring.placement, residuals.wanted.names
     ids, per_token = place.spec(*place.batch, None), place.spec(*place.batch)
     specs = _specs(static, gathered=False)
-    only_wanted = jax.tree.map(lambda _, spec: spec, static.parts(wanted), specs._replace(activations=[]))
+    only_wanted = map_parts(lambda _, spec: spec, static.parts(wanted), specs)
     doperands = place.run(
         partial(local_backward, static, wanted),
         (_specs(static, gathered=True), operands_spec(place), per_token, per_token, ids, per_token),

@@ -19,7 +19,7 @@ from jax import lax
 
 from ._chunks import Blocks, choose_blocks, Chunks
 from ._head import BIAS, Weight
-from ._head_blocks import HeadBlocks, Operands, vocabulary_first
+from ._head_blocks import HeadBlocks, map_parts, Operands, vocabulary_first
 from ._loop import fold_blocks, on_platform, Platform
 from ._operands import TokenOperands
 from ._scoring import (
@@ -119,7 +119,7 @@ def local_backward(
     dlogprobs: jax.Array,
     dentropy: jax.Array | None,
 ) -> Operands:
-    """The gradients of this device's operands, summed over the devices that share them; None of weights not `wanted`."""
+    """The gradients of this device's operands, summed over the devices that share them; None where not `wanted`."""
     batch = operands.activations[0].shape[:-1]
     (activations, tokens, norm, entropies, dlogprobs, dentropy) = flat(
         (operands.activations, tokens, norm, entropies, dlogprobs, dentropy), len(batch)
@@ -164,13 +164,13 @@ class _Backward:
         def block(carry, first, width):
             dxs, gradients = carry
             weights = self._block(first, width)
-            zeros = jax.tree.map(lambda _, m: self._zeros(*m.shape), self.parts, weights)
+            zeros = map_parts(lambda _, m: self._zeros(*m.shape), self.parts, weights)
 
             def add_tile(tile, carry):
                 dxs, sums = carry
                 new = self._tile(tile, self._rows(tile), weights, first, width)
                 dxs = [self._add(a, b, tile.first, 0) for a, b in zip(dxs, new.activations)]
-                return dxs, jax.tree.map(jnp.add, sums, new._replace(activations=[]))
+                return dxs, map_parts(lambda _, total, d: total + d, self.parts, sums, new)
 
             dxs, sums = over_tiles(add_tile, (dxs, zeros), self.order, self.blocks)
             return dxs, self._write(gradients, sums, first)
@@ -181,7 +181,7 @@ class _Backward:
 
     def tokens_outside(self) -> Operands:
         """Each tile of dhidden_states is finished and written once; dlm_head accumulates, [D, V] floats."""
-        totals = jax.tree.map(lambda _, m: self._zeros(*m.shape), self.parts, self._weights())
+        totals = map_parts(lambda _, m: self._zeros(*m.shape), self.parts, self.operands)
 
         def finish_tile(tile, carry):
             dxs, totals = carry
@@ -191,7 +191,7 @@ class _Backward:
                 sums, totals = carry
                 new = self._tile(tile, xs, self._block(first, width), first, width)
                 add = lambda w, total, d: self._add(total, d, first, w.vocab_dimension)
-                totals = jax.tree.map(add, self.parts, totals, new._replace(activations=[]))
+                totals = map_parts(add, self.parts, totals, new)
                 return [a + b for a, b in zip(sums, new.activations)], totals
 
             sums = [self._zeros(*x.shape) for x in xs]
@@ -203,7 +203,7 @@ class _Backward:
 
         def block(gradients, first, width):
             cut = lambda w, total: lax.dynamic_slice_in_dim(total, first, width, w.vocab_dimension)
-            return self._write(gradients, jax.tree.map(cut, self.parts, totals), first)
+            return self._write(gradients, map_parts(cut, self.parts, totals), first)
 
         gradients = fold_blocks(block, self._buffers(), self.columns, self.blocks.columns)
         dxs = [self._sum_over_vocab(dx, x) for dx, x in zip(dxs, self.operands.activations)]
@@ -238,9 +238,6 @@ class _Backward:
         old = lax.dynamic_slice_in_dim(total, first, new.shape[axis], axis)
         return lax.dynamic_update_slice_in_dim(total, old + new, first, axis)
 
-    def _weights(self) -> Operands:
-        return self.operands._replace(activations=[])
-
     def _buffers(self) -> Operands:
         """The gradients of weights and bias, all zero, in their own dtypes, as the loops update them."""
 
@@ -250,7 +247,7 @@ class _Backward:
             varying = vma(array) | set(self.features if split is not None else ())
             return self._stored_zeros(shape, array.dtype, varying)
 
-        return jax.tree.map(zeros, self.parts, self._weights())
+        return map_parts(zeros, self.parts, self.operands)
 
     def _split(self, part: Weight) -> int | None:
         """The dimension that other devices have more of (FSDP)."""
@@ -261,7 +258,7 @@ class _Backward:
 
     def _loaded(self, gradients: Operands) -> Operands:
         """Stored buffers of weights and bias in their own dtypes."""
-        return jax.tree.map(lambda _, g, m: self.platform.loaded(g, m.dtype), self.parts, gradients, self._weights())
+        return map_parts(lambda _, g, m: self.platform.loaded(g, m.dtype), self.parts, gradients, self.operands)
 
     def _write(self, gradients: Operands, sums: Operands, first: jax.Array) -> Operands:
         """Finished blocks of the gradients of weights and bias: rounded, summed over devices, put in place."""
@@ -273,7 +270,7 @@ class _Backward:
             total = _sum_over(total, vma(total) - vma(buffer))
             return lax.dynamic_update_slice_in_dim(buffer, self.platform.stored(total), first, part.vocab_dimension)
 
-        return jax.tree.map(write, self.parts, gradients, sums, self._weights())
+        return map_parts(write, self.parts, gradients, sums, self.operands)
 
     def _collect(self, total: jax.Array, x: jax.Array) -> jax.Array:
         """dhidden_states [*batch, D] of its accumulator in sorted order: rounded and summed over the vocabulary axes
