@@ -72,6 +72,13 @@ def assert_rounded_once(actual, exact, what: str = "") -> None:
     assert otherwise < 0.02, f"{what}: {otherwise:.1%} of the entries are rounded otherwise"
 
 
+def replaced(array: jax.Array, index: Any, value: Any) -> jax.Array:
+    """array.at[index].set(value), by NumPy: of small arrays, JAX would compile a program for each."""
+    new = np.array(array)
+    new[index] = value
+    return jnp.asarray(new)
+
+
 class MeshCase(NamedTuple):
     """A mesh and how [B, T, V] lies on it; None for no mesh at all."""
 

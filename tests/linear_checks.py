@@ -7,7 +7,7 @@ import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checks import assert_close, assert_rounded_once, MeshCase, MESHES, VALUE_TOLERANCE
+from checks import assert_close, assert_rounded_once, MeshCase, MESHES, replaced, VALUE_TOLERANCE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxrl_logprob as jrl
@@ -59,7 +59,11 @@ class LinearProblem(NamedTuple):
         if mesh is None:
             return self
         leaves, tree = jax.tree.flatten(self)
-        put = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(leaves, self.specs(case.axes), strict=True)]
+        # From NumPy: to split an array that is on a device takes a program of its own.
+        put = [
+            jax.device_put(np.asarray(a), NamedSharding(mesh, s))
+            for a, s in zip(leaves, self.specs(case.axes), strict=True)
+        ]
         return jax.tree.unflatten(tree, put)
 
 
@@ -86,10 +90,11 @@ def make_linear_problem(
     head_dtype = head_dtype or dtype
     rng = np.random.default_rng(seed)
     wide = jnp.float64 if jnp.float64 in (dtype, head_dtype) else jnp.float32
-    normal = lambda *shape, scale=1.0, dtype=wide: jnp.asarray(scale * rng.normal(size=shape), wide).astype(dtype)
+    numbers = lambda *shape, scale=1.0, dtype=wide: np.asarray(scale * rng.normal(size=shape), wide).astype(dtype)
+    normal = lambda *shape, **kw: jnp.asarray(numbers(*shape, **kw))
     top = true_vocab or vocab
-    matrix = normal(width, vocab, dtype=head_dtype)
-    lm_head = jrl.TiedEmbedding(matrix.T) if "tied" in head else matrix
+    matrix = numbers(width, vocab, dtype=head_dtype)
+    lm_head = jrl.TiedEmbedding(jnp.asarray(matrix.T)) if "tied" in head else jnp.asarray(matrix)
     if "lora" in head:
         a, b = normal(width, 4, scale=0.3, dtype=head_dtype), normal(4, vocab, dtype=head_dtype)
         lm_head = jrl.LoraHead(lm_head, a, b, jnp.asarray(0.5, wide))
@@ -107,13 +112,13 @@ def make_linear_problem(
 
 def fill_padding(p: LinearProblem, true_vocab: int, value: float) -> LinearProblem:
     """The problem with `value` in every column of the head and the bias from `true_vocab` on."""
-    last = lambda a: a.at[..., true_vocab:].set(value)
+    last = lambda a: replaced(a, np.s_[..., true_vocab:], value)
 
     def fill(head):
         if isinstance(head, jrl.LoraHead):
             return dataclasses.replace(head, lm_head=fill(head.lm_head), b=last(head.b))
         if isinstance(head, jrl.TiedEmbedding):
-            return jrl.TiedEmbedding(last(head.embedding.T).T)
+            return jrl.TiedEmbedding(replaced(head.embedding, np.s_[true_vocab:], value))
         return last(head)
 
     return p._replace(lm_head=fill(p.lm_head), bias=None if p.bias is None else last(p.bias))
