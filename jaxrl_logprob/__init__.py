@@ -1,6 +1,6 @@
 """Per-token log-probabilities and entropies of language-model actions, over sharded vocabularies and sequences."""
 
-from . import reference as reference, sharding as sharding
+from . import packing as packing, reference as reference, segments as segments, sharding as sharding
 from ._chunks import Chunks as Chunks
 from ._head import LoraHead as LoraHead, TiedEmbedding as TiedEmbedding
 from ._linear import (

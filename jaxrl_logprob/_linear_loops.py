@@ -34,7 +34,7 @@ from ._scoring import (
 )
 from ._stats import merge_blocks, no_stats, Normalizer
 from ._tiles import consecutive, over_tiles, row_order, take_rows, Tile
-from .sharding._placement import vary_over, vma
+from .sharding._placement import sum_over, vary_over, vma
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class _Backward:
             total = total.astype(like.dtype)
             if (split := self._split(part)) is not None:
                 total = lax.psum_scatter(total, self.features, scatter_dimension=split, tiled=True)
-            total = _sum_over(total, vma(total) - vma(buffer))
+            total = sum_over(total, vma(total) - vma(buffer))
             return lax.dynamic_update_slice_in_dim(buffer, self.platform.stored(total), first, part.vocab_dimension)
 
         return map_parts(write, self.parts, gradients, sums, self.operands)
@@ -287,7 +287,7 @@ class _Backward:
             if shards > 1:
                 vocab = self.static.scoring.placement.vocab
                 part = lax.psum_scatter(part, vocab, scatter_dimension=0, tiled=True)
-            part = _sum_over(part, vma(part) - vma(buffer))
+            part = sum_over(part, vma(part) - vma(buffer))
             return lax.dynamic_update_slice_in_dim(buffer, self.platform.stored(part), first, 0)
 
         local = index.shape[1]
@@ -314,7 +314,7 @@ class _Backward:
             place = self.static.scoring.placement
             dx = lax.psum_scatter(dx, place.vocab, scatter_dimension=place.rank - 1, tiled=True)
             names -= set(place.vocab)
-        return _sum_over(dx, names)
+        return sum_over(dx, names)
 
     def _sequence_shards(self) -> int:
         place = self.static.scoring.placement
@@ -334,10 +334,6 @@ def _blocks(static: LinearScoring, operands: Operands, platform: Platform) -> Bl
 def _sizes(static: LinearScoring, operands: Operands) -> tuple[int, int]:
     """Rows and columns of this device, of flat operands."""
     return operands.activations[0].shape[0], operands.weights[0].shape[static.weights[0].vocab_dimension]
-
-
-def _sum_over(x: jax.Array, names: frozenset[str]) -> jax.Array:
-    return lax.psum(x, tuple(sorted(names))) if names else x
 
 
 def _choose(chosen: jax.Array, x: jax.Array, local_ids: jax.Array) -> jax.Array:

@@ -48,7 +48,7 @@ def token_operands(
 
     A token counts where the loss mask says so and not all of its ids are ignored.
     """
-    valid = jnp.ones(batch, bool) if loss_mask is None else _loss_mask(loss_mask, batch)
+    valid = jnp.ones(batch, bool) if loss_mask is None else check_loss_mask(loss_mask, batch)
     if ids.shape[-1]:
         valid = valid & jnp.any(ids != ignore_index, axis=-1)
     inverse_temperature = _inverse_temperature(transform.temperature, batch, dtype)
@@ -148,7 +148,7 @@ def zero_ignored_nan_outside(x: Float[Array, "N K"], counted: Array, outside: Ar
     return jnp.where(counted, jnp.where(outside, jnp.nan, x), 0.0)
 
 
-def _loss_mask(loss_mask: jax.Array, batch: tuple[int, ...]) -> Bool[Array, "*batch"]:
+def check_loss_mask(loss_mask: jax.Array, batch: tuple[int, ...]) -> Bool[Array, "*batch"]:
     loss_mask = jnp.asarray(loss_mask)
     if loss_mask.dtype != bool:
         raise TypeError(

@@ -212,6 +212,12 @@ def vary_over(array: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
+def sum_over(array: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """The sum of `array` over these axes."""
+    names = tuple(sorted(axes))
+    return lax.psum(array, names) if names else array
+
+
 def _entries(axes: MeshAxes, roles: tuple[Role, ...]) -> tuple[AxisEntry, ...]:
     """The entry of a PartitionSpec for each dimension."""
     rank = sum(role in ("tokens", "sequence") for role in roles)
