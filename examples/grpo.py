@@ -4,7 +4,13 @@
 
 Needs no accelerator and no network: the weights come with the `examples` extra, and by default the mesh is
 2x2x2 emulated CPU devices (`--mesh 1x1x1` for one). On TPU or GPU the same command with the matching extra
-(`--extra tpu`, `--extra cuda13`) uses the accelerators. Each step draws a group of completions for each of a
+(`--extra tpu`, `--extra cuda13`) uses the accelerators. In two processes on one machine, from two shells, the second
+with JAX_PROCESS_ID=1:
+
+    JAX_COORDINATOR_ADDRESS=localhost:8476 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 \\
+        uv run --extra examples python examples/grpo.py --steps 4
+
+SLURM and Cloud TPU need no variables. Each step draws a group of completions for each of a
 few sums, rewards those whose first number is right, and updates the actor with the clipped surrogate of
 PPO on group-relative advantages (GRPO, https://arxiv.org/abs/2402.03300, without its KL penalty). The library
 does one line of it, in `score`: log-probabilities and entropies from hidden states that are split over sequences
@@ -30,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import smollm2
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from llama import Llama, ModelAxes
 from sampling import for_sampling, sample
@@ -38,6 +44,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import jaxrl_logprob as jrl
+from jaxrl_logprob import segments
+from jaxrl_logprob.sharding import from_same_data, start_processes, to_host
 
 
 MODEL_AXES = ModelAxes(batch="data", sequence="context", tensor="vocab")
@@ -136,9 +144,8 @@ class Batch(NamedTuple):
     """Prompts with their completions, padded on the right."""
 
     tokens: Int[Array, "B T"]
-    lengths: Int[Array, " B"]
-    targets: Int[Array, "B T"]  # The token after each position.
-    loss_mask: Bool[Array, "B T"]  # True where the target is a token of the completion, its end included.
+    segment_ids: Int[Array, "B T"]  # 1 at tokens, 0 at padding.
+    completion_mask: Bool[Array, "B T"]  # True at the tokens of the completion, its end included.
     advantages: Float[Array, " B"]
 
 
@@ -148,25 +155,23 @@ def make_batch(
     completions: Int[np.ndarray, "B C"],
     completion_lengths: Int[np.ndarray, " B"],
     advantages: Float[np.ndarray, " B"],
-    context_size: int,
+    mesh: Mesh,
 ) -> Batch:
-    """Joins each prompt and completion, and pads to the least multiple of `context_size` that holds P + C."""
+    """Joins each prompt and completion, pads to the least multiple of the context axis that holds P + C, and puts rows
+    over "data" and positions over "context". Every process has the whole batch."""
     rows, size = prompts.shape[0], prompts.shape[1] + completions.shape[1]
-    tokens = np.zeros((rows, size + -size % context_size), np.int32)
+    tokens = np.zeros((rows, size + -size % mesh.shape["context"]), np.int32)
     lengths = prompt_lengths + completion_lengths
     for row, prompt, start, completion, end in zip(tokens, prompts, prompt_lengths, completions, lengths, strict=True):
         row[:start] = prompt[:start]
         row[start:end] = completion[: end - start]
-    targets = np.roll(tokens, -1, axis=1)  # Rolls the first token round to where the mask is False.
     position = np.arange(tokens.shape[1])
-    loss_mask = (position >= prompt_lengths[:, None] - 1) & (position < lengths[:, None] - 1)
-    return Batch(
-        jnp.asarray(tokens),
-        jnp.asarray(lengths, jnp.int32),
-        jnp.asarray(targets),
-        jnp.asarray(loss_mask),
-        jnp.asarray(advantages, jnp.float32),
-    )
+    there = position < lengths[:, None]
+    completion = there & (position >= prompt_lengths[:, None])
+    per_token = (tokens, there.astype(np.int32), completion)
+    tokens, segment_ids, completion_mask = from_same_data(per_token, mesh, PartitionSpec("data", "context"))
+    advantages = from_same_data(advantages.astype(np.float32), mesh, PartitionSpec("data"))
+    return Batch(tokens, segment_ids, completion_mask, advantages)
 
 
 # The train step.
@@ -186,22 +191,27 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 
 def init_actor(model: Llama, mesh: Mesh, config: Config) -> Actor:
     """The model with Adam's moments beside its parameters, split as they are."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
     params: Any = model  # A pytree like any other, which optax's annotations do not know.
     opt_state = optimizer(config).init(params)
-    return Actor(model, jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, everywhere), opt_state))
+    return Actor(model, jax.tree.map(lambda x: x if x.ndim else from_same_data(x, mesh), opt_state))
+
+
+def next_tokens(model: Llama, batch: Batch) -> segments.ShiftedTargets:
+    """The token that each position predicts, and whether that is one of the completion."""
+    axes = model.head().axes
+    return segments.shift_targets(batch.tokens, batch.segment_ids, token_mask=batch.completion_mask, axes=axes)
 
 
 def score(model: Llama, batch: Batch, config: Config) -> jrl.LogprobsAndEntropy:
-    """Log-probabilities of the targets, and entropies; 0 where the mask is False."""
+    """Log-probabilities of the tokens of completions, and entropies, where they are predicted; 0 elsewhere."""
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
-    segment_ids = (positions < batch.lengths[:, None]).astype(jnp.int32)
-    hidden_states = model(batch.tokens, positions, segment_ids, remat=True)
+    hidden_states = model(batch.tokens, positions, batch.segment_ids, remat=True)
+    targets, loss_mask = next_tokens(model, batch)
     return model.head()(
         hidden_states,
-        batch.targets,
+        targets,
         entropy_coef=config.entropy_coef,
-        loss_mask=batch.loss_mask,
+        loss_mask=loss_mask,
         temperature=config.temperature,
     )
 
@@ -209,12 +219,13 @@ def score(model: Llama, batch: Batch, config: Config) -> jrl.LogprobsAndEntropy:
 def surrogate_loss(
     model: Llama, batch: Batch, old_logprobs: Float[Array, "B T"], config: Config
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Minus the clipped surrogate, a mean over all tokens of the mask, less the entropy bonus; and metrics."""
+    """Minus the clipped surrogate, a mean over all tokens of completions, less the entropy bonus; and metrics."""
     logprobs, entropy = score(model, batch, config)
+    loss_mask = next_tokens(model, batch).loss_mask
     log_ratio = logprobs - old_logprobs  # 0 where the mask is False: both are 0 there.
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
-    mean = functools.partial(jnp.mean, where=batch.loss_mask)
+    mean = functools.partial(jnp.mean, where=loss_mask)
     unclipped_term, clipped_term = (x * batch.advantages[:, None] for x in (ratio, clipped))
     loss = -mean(jnp.minimum(unclipped_term, clipped_term)) - config.entropy_coef * mean(entropy)
     metrics = {
@@ -265,12 +276,12 @@ def rollout(model: Llama, tokenizer: Tokenizer, mesh: Mesh, step: int, config: C
         temperature=config.temperature,
         eos_id=smollm2.EOS_ID,
     )
-    completions, lengths, _ = jax.device_get(samples)
+    completions, lengths, _ = to_host(samples)
     texts = tokenizer.decode_batch(completions.tolist())
     groups = np.array(texts).reshape(config.prompts, config.group_size).tolist()
     rewards = np.array([[reward(text, a + b) for text in group] for (a, b), group in zip(terms, groups, strict=True)])
     advantages = group_advantages(rewards).ravel()
-    batch = make_batch(prompts, prompt_lengths, completions, lengths, advantages, mesh.shape["context"])
+    batch = make_batch(prompts, prompt_lengths, completions, lengths, advantages, mesh)
     example = f"{terms[0][0]} + {terms[0][1]}: {texts[0]!r}"
     return Rollout(batch, rewards, int(lengths.sum()), example)
 
@@ -318,9 +329,9 @@ def train(mesh: Mesh, config: Config) -> Iterator[dict[str, Any]]:
 
 
 def choose_mesh(sizes: tuple[int, int, int] | None) -> Mesh:
-    """The mesh of --mesh, with as many emulated CPU devices as it needs; call it before JAX is otherwise used."""
-    # Says how many devices the CPU platform has, where that is the one in use: TPUs and GPUs are what they are.
-    jax.config.update("jax_num_cpu_devices", math.prod(sizes or DEFAULT_MESHES[0]))
+    """The mesh of --mesh, over all processes, with as many emulated CPU devices as it needs; call it before JAX is
+    otherwise used."""
+    start_processes(num_cpu_devices=math.prod(sizes or DEFAULT_MESHES[0]))
     if sizes is None:
         sizes = next(sizes for sizes in DEFAULT_MESHES if math.prod(sizes) <= jax.device_count())
     return jrl.make_mesh(dict(zip(("data", "context", "vocab"), sizes, strict=True)))
@@ -343,6 +354,11 @@ def main() -> None:
         check_rows(mesh, config)
     except ValueError as error:
         raise SystemExit(f"grpo.py: {error}") from None
+    if jax.process_index() > 0:  # All processes compute; the first reports.
+        with jax.set_mesh(mesh):
+            for _ in train(mesh, config):
+                pass
+        return
     run_dir = config.run_dir or pathlib.Path("runs") / f"grpo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / "metrics.jsonl"

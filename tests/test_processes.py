@@ -28,15 +28,19 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch(*commands: list, **env) -> list[str]:
-    """Runs processes side by side; their output, when all have ended well."""
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **env}
-    run = lambda command: subprocess.Popen(
-        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-    )
-    processes = [run(command) for command in commands]
+def launch(*commands: list, port: int | None = None) -> list[str]:
+    """Runs commands of Python side by side, as processes of one program where there is a port; their output, when all
+    have ended well."""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    if port is not None:
+        env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(len(commands))}
+    run = lambda command, process: subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=env if port is None else env | {"JAX_PROCESS_ID": str(process)},
+    )  # fmt: skip
+    processes = [run(command, process) for process, command in enumerate(commands)]
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -9,25 +9,21 @@ import sys
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jaxrl_logprob as jrl
+from jaxrl_logprob import packing, segments
+from jaxrl_logprob.sharding import from_process_data, from_same_data, SequenceLayout, start_processes, to_host
 
 
 port, process, num_processes = map(int, sys.argv[1:4])
 # data x context x vocab. The first process has the first two devices.
 MESHES = {"rows across processes": (2, 1, 2), "vocabulary across": (1, 1, 4), "sequence across": (1, 4, 1)}
-jax.config.update("jax_num_cpu_devices", 4 // num_processes)
-
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-import jaxrl_logprob as jrl  # noqa: E402
-from jaxrl_logprob import packing, segments  # noqa: E402
-from jaxrl_logprob.sharding import from_process_data, from_same_data, SequenceLayout, start_processes, to_host  # noqa: E402
 
 
 def main():
-    if num_processes > 1:
-        count = start_processes(f"localhost:{port}", num_processes, process)
-    else:
-        count = start_processes()
+    others = (f"localhost:{port}", num_processes, process) if num_processes > 1 else ()
+    count = start_processes(*others, num_cpu_devices=4)
     assert count == num_processes == jax.process_count() and start_processes() == count
     results = {}
     for name, sizes in MESHES.items():
