@@ -170,8 +170,8 @@ def make_batch(
     completion = there & (position >= prompt_lengths[:, None])
     per_token = (tokens, there.astype(np.int32), completion)
     tokens, segment_ids, completion_mask = from_same_data(per_token, mesh, PartitionSpec("data", "context"))
-    advantages = from_same_data(advantages.astype(np.float32), mesh, PartitionSpec("data"))
-    return Batch(tokens, segment_ids, completion_mask, advantages)
+    per_row = from_same_data(advantages.astype(np.float32), mesh, PartitionSpec("data"))
+    return Batch(tokens, segment_ids, completion_mask, per_row)
 
 
 # The train step.

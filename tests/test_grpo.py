@@ -8,6 +8,7 @@ import sys
 
 import grpo
 import jax
+import jax.numpy as jnp
 import llama
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_make_batch_aligns_targets_and_mask():
     batch = grpo.make_batch(prompts, np.array([2, 3]), completions, np.array([1, 2]), np.array([0.5, -0.5]), mesh)
     np.testing.assert_array_equal(batch.tokens, [[11, 12, 13, 0, 0, 0, 0, 0], [21, 22, 23, 24, 2, 0, 0, 0]])
     np.testing.assert_array_equal(batch.segment_ids.sum(axis=1), [3, 5])
-    tokens, ids, counts = map(np.asarray, batch[:3])
+    tokens, ids, counts = (jnp.asarray(np.asarray(a)) for a in batch[:3])
     targets, mask = jrl.segments.shift_targets(tokens, ids, token_mask=counts)
     assert [np.asarray(row)[counts].tolist() for row, counts in zip(targets, np.asarray(mask))] == [[13], [24, 2]]
     np.testing.assert_array_equal(np.argmax(mask, axis=1), [1, 2])  # The last token of the prompt.

@@ -1,6 +1,7 @@
 """Targets, sums over sequences and unpacked responses, across rows, packed sequences, shards and layouts."""
 
 import functools
+import pathlib
 import re
 from typing import NamedTuple
 
@@ -436,6 +437,34 @@ def test_packed_equals_unpacked(mesh, ways):
     back = where.layout.restore(np.asarray(gradients[0]), packed.tokens.shape[1], axis=1)
     assert_close(back, in_rows(packed, np.asarray(dhidden)), 1e-6)
     assert_close(gradients[1], dhead, 2e-6)
+
+
+@pytest.mark.parametrize("order", ordinarily("zigzag", of=ORDERS))
+def test_packed_sequences_of_nemo(order):
+    """Context 2 x vocabulary 2. To NeMo the padding of a sequence is part of it: the last token predicts it. Its own
+    gradient is twice this one, as the backward of its all-gather adds up its ranks."""
+    gold = np.load(pathlib.Path(__file__).parent / "data" / "nemo_packed_tp2_cp2.npz")
+    mesh = jrl.make_mesh({"context": 2, "vocab": 2})
+    where = Where(mesh, jrl.MeshAxes(tokens=(None, "context"), vocab="vocab"), SequenceLayout(order, 2))
+    padded, cotangents = gold["cu_seqlens_padded"], gold["g"]
+    lengths = np.diff(padded)
+    ids, positions = packing.from_cu_seqlens(padded)
+    one, responses = jnp.ones(len(lengths), jnp.int32), jnp.asarray(lengths - 1, jnp.int32)
+
+    def loss(logits, tokens, ids, positions):
+        targets, mask = segments.shift_targets(tokens, ids, layout=where.layout, **where.options)
+        logprobs = jrl.token_logprobs(logits, targets, loss_mask=mask, **where.options)
+        out = segments.unpack_responses(logprobs, ids, positions, one, responses, 11, **where.options)
+        return (out.values * cotangents).sum(), out
+
+    logits = jax.device_put(
+        where.layout.arrange(gold["logits"][None], axis=1), NamedSharding(mesh, P(None, "context", "vocab"))
+    )
+    arrays = where.put(*(a[None].astype(np.int32) for a in (gold["tokens"], ids, positions)))
+    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(logits, *arrays)
+    assert (np.asarray(out.mask) == (np.arange(11) < lengths[:, None] - 1)).all()
+    assert_close(out.values, gold["log_probs"], 1e-6)
+    assert_close(where.layout.restore(np.asarray(gradient), 32, axis=1)[0], gold["true_grad"], 1e-6)
 
 
 @pytest.mark.parametrize("mesh", ordinarily("2x2x2", of=["2x4", "2x2x2"]))
