@@ -148,19 +148,19 @@ def zero_ignored_nan_outside(x: Float[Array, "N K"], counted: Array, outside: Ar
     return jnp.where(counted, jnp.where(outside, jnp.nan, x), 0.0)
 
 
-def check_loss_mask(loss_mask: jax.Array, batch: tuple[int, ...]) -> Bool[Array, "*batch"]:
+def check_loss_mask(loss_mask: jax.Array, batch: tuple[int, ...], name: str = "loss_mask") -> Bool[Array, "*batch"]:
+    """`loss_mask` as a JAX array.
+
+    Raises:
+        TypeError: not bool.
+        ValueError: another shape.
+    """
     loss_mask = jnp.asarray(loss_mask)
     if loss_mask.dtype != bool:
-        raise TypeError(
-            wrong(
-                "loss_mask",
-                "be bool, True where the token counts",
-                f"dtype {loss_mask.dtype}",
-                "Write `loss_mask > 0`; weights belong in the loss.",
-            )
-        )
+        remedy = f"Write `{name} > 0`; weights belong in the loss."
+        raise TypeError(wrong(name, "be bool, True where the token counts", f"dtype {loss_mask.dtype}", remedy))
     if loss_mask.shape != batch:
-        raise ValueError(wrong("loss_mask", f"have the batch shape {batch}", loss_mask.shape))
+        raise ValueError(wrong(name, f"have the batch shape {batch}", loss_mask.shape))
     return loss_mask
 
 

@@ -8,22 +8,27 @@ Every array is [*batch] as the ops have it: split as `axes` says, its last dimen
 shard_map the arrays are the local blocks.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from ._operands import check_ids, check_loss_mask, floating
+from ._per_token import over_tokens
 from ._scoring import arithmetic_dtype
 from ._transform import check_static_int
-from .sharding import MeshAxes, place, Placement, SequenceLayout
+from .sharding import MeshAxes, Placement, SequenceLayout
 from .sharding._axes import axis_names
 from .sharding._errors import wrong
 from .sharding._layout import SplitSequence
-from .sharding._placement import manual_axes, sum_over, tokens_first, vma
+from .sharding._placement import sum_over, vma
+
+
+# What is on the host too: `Packed` is NumPy's.
+AnyArray = Array | np.ndarray
 
 
 class ShiftedTargets(NamedTuple):
@@ -51,10 +56,10 @@ class Responses(NamedTuple):
 
 
 def shift_targets(
-    tokens: Integer[Array, "*batch"],
-    segment_ids: Integer[Array, "*batch"] | None = None,
+    tokens: Integer[AnyArray, "*batch"],
+    segment_ids: Integer[AnyArray, "*batch"] | None = None,
     *,
-    token_mask: Bool[Array, "*batch"] | None = None,
+    token_mask: Bool[AnyArray, "*batch"] | None = None,
     ignore_index: int = -100,
     layout: SequenceLayout = SequenceLayout(),
     axes: MeshAxes | None = None,
@@ -95,12 +100,12 @@ def shift_targets(
         return jnp.where(same, targets, ignore_index), same & (counts > 0)
 
     arrays = {"tokens": tokens, "segment_ids": segment_ids, "token_mask": mask}
-    return ShiftedTargets(*_run(local, arrays, axes=axes, mesh=mesh, out=("token", "token")))
+    return ShiftedTargets(*over_tokens(local, arrays, axes=axes, mesh=mesh, out=("token", "token")))
 
 
 def shift_values(
-    values: Float[Array, "*batch"],
-    segment_ids: Integer[Array, "*batch"] | None = None,
+    values: Float[AnyArray, "*batch"],
+    segment_ids: Integer[AnyArray, "*batch"] | None = None,
     *,
     layout: SequenceLayout = SequenceLayout(),
     axes: MeshAxes | None = None,
@@ -123,15 +128,15 @@ def shift_values(
         same = (split.following(segment_ids, layout) == segment_ids) & (segment_ids > 0)
         return jnp.where(same, split.following(values, layout), jnp.zeros((), values.dtype))
 
-    return _run(local, {"values": values, "segment_ids": segment_ids}, axes=axes, mesh=mesh, out="token")
+    return over_tokens(local, {"values": values, "segment_ids": segment_ids}, axes=axes, mesh=mesh, out="token")
 
 
 def segment_sum(
-    values: Float[Array, "*batch"],
-    segment_ids: Integer[Array, "*batch"],
+    values: Float[AnyArray, "*batch"],
+    segment_ids: Integer[AnyArray, "*batch"],
     num_segments: int,
     *,
-    loss_mask: Bool[Array, "*batch"] | None = None,
+    loss_mask: Bool[AnyArray, "*batch"] | None = None,
     axes: MeshAxes | None = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Float[Array, " S"]:
@@ -163,10 +168,10 @@ def segment_sum(
 
 
 def segment_count(
-    segment_ids: Integer[Array, "*batch"],
+    segment_ids: Integer[AnyArray, "*batch"],
     num_segments: int,
     *,
-    loss_mask: Bool[Array, "*batch"] | None = None,
+    loss_mask: Bool[AnyArray, "*batch"] | None = None,
     axes: MeshAxes | None = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Float[Array, " S"]:
@@ -181,11 +186,11 @@ def segment_count(
 
 
 def segment_mean(
-    values: Float[Array, "*batch"],
-    segment_ids: Integer[Array, "*batch"],
+    values: Float[AnyArray, "*batch"],
+    segment_ids: Integer[AnyArray, "*batch"],
     num_segments: int,
     *,
-    loss_mask: Bool[Array, "*batch"] | None = None,
+    loss_mask: Bool[AnyArray, "*batch"] | None = None,
     axes: MeshAxes | None = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Float[Array, " S"]:
@@ -202,8 +207,8 @@ def segment_mean(
 
 
 def spread_segments(
-    per_segment: Float[Array, " S"],
-    segment_ids: Integer[Array, "*batch"],
+    per_segment: Float[AnyArray, " S"],
+    segment_ids: Integer[AnyArray, "*batch"],
     *,
     axes: MeshAxes | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -226,15 +231,15 @@ def spread_segments(
         return _of_segments(per_segment, segment_ids)
 
     arrays = {"segment_ids": _ids("segment_ids", segment_ids)}
-    return _run(local, arrays, (per_segment,), axes=axes, mesh=mesh, out="token")
+    return over_tokens(local, arrays, (per_segment,), axes=axes, mesh=mesh, out="token")
 
 
 def unpack_responses(
-    values: Float[Array, "*batch"],
-    segment_ids: Integer[Array, "*batch"],
-    positions: Integer[Array, "*batch"],
-    prompt_lengths: Integer[Array, " S"],
-    response_lengths: Integer[Array, " S"],
+    values: Float[AnyArray, "*batch"],
+    segment_ids: Integer[AnyArray, "*batch"],
+    positions: Integer[AnyArray, "*batch"],
+    prompt_lengths: Integer[AnyArray, " S"],
+    response_lengths: Integer[AnyArray, " S"],
     max_response_length: int,
     *,
     axes: MeshAxes | None = None,
@@ -278,7 +283,7 @@ def unpack_responses(
         return _sum_at((rows, token), size, _counted(values, counts), placement)
 
     arrays = {"values": values, "segment_ids": segment_ids, "positions": positions}
-    sums = _run(local, arrays, (prompts, responses), axes=axes, mesh=mesh, out="whole")
+    sums = over_tokens(local, arrays, (prompts, responses), axes=axes, mesh=mesh, out="whole")
     return Responses(sums[..., 0], sums[..., 1] > 0)
 
 
@@ -295,7 +300,7 @@ def _segment_sums(values, segment_ids, num_segments, loss_mask, axes, mesh) -> F
         return _sum_at((rows,), (num_segments,), _counted(values, counts), placement)
 
     arrays = {"segment_ids": segment_ids, "values": values, "loss_mask": mask}
-    return _run(local, arrays, axes=axes, mesh=mesh, out="whole")
+    return over_tokens(local, arrays, axes=axes, mesh=mesh, out="whole")
 
 
 def _counted(values: jax.Array, counts: jax.Array) -> Float[Array, "*batch 2"]:
@@ -322,47 +327,6 @@ def _split(placement: Placement, array: jax.Array, layout: SequenceLayout) -> Sp
     split = SplitSequence.of(placement, array.shape[-1])
     split.check(layout, "layout")
     return split
-
-
-def _run(
-    local: Callable,
-    per_token: Mapping[str, jax.Array],
-    whole: tuple[jax.Array, ...] = (),
-    *,
-    axes: MeshAxes | None,
-    mesh: Mesh | AbstractMesh | None,
-    out: Any,
-) -> Any:
-    """local(placement, *per_token, *whole) on each device's tokens; results "token" by token, or "whole" everywhere."""
-    arrays = list(per_token.values())
-    tokens = tokens_first(arrays[0].ndim)
-    # The first says how all are split: masks and ids made on the spot come from wherever JAX puts them.
-    name, first = next(iter(per_token.items()))
-    placement = place(axes, mesh, {name: (first, tokens)}, rank=len(tokens))
-    _must_vary(per_token, placement)
-    specs = {"token": placement.spec(*tokens), "whole": placement.spec()}
-    per_token_arrays = [placement.with_spec(array, *tokens) for array in arrays]
-    whole_arrays = [placement.with_spec(array, None) for array in whole]
-    run = placement.run(
-        lambda *args: local(placement, *args),
-        (specs["token"],) * len(arrays) + (specs["whole"],) * len(whole),
-        jax.tree.map(specs.__getitem__, out),
-    )
-    return run(*per_token_arrays, *whole_arrays)
-
-
-def _must_vary(per_token: Mapping[str, jax.Array], placement: Placement) -> None:
-    """Inside the caller's shard_map: without varying types there would be no sum over devices, and no error."""
-    missing = sorted(set(axis_names(placement.axes.tokens)) & manual_axes() - vma(list(per_token.values())))
-    if missing:
-        raise ValueError(
-            wrong(
-                " and ".join(f"`{name}`" for name in per_token).strip("`"),
-                f"vary over the token axes {missing} inside your shard_map",
-                "arrays that do not",
-                "Split them there by in_specs, and keep check_vma=True.",
-            )
-        )
 
 
 def _ids(name: str, ids: Any) -> Int32[Array, "..."]:

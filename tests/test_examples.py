@@ -30,6 +30,7 @@ def numbers(out: str) -> list[float]:
     return [float(n) for n in re.findall(r"(?:reward|entropy) (\S+)", out)]
 
 
+@pytest.mark.slow
 def test_nnx_train_step_learns():
     """The half of the example that is the quicker one to compile, in this process."""
     with jax.numpy_dtype_promotion("standard"), jax.set_mesh(jrl.make_mesh({"context": 2, "vocab": 4})):
@@ -56,7 +57,10 @@ SNIPPETS = {
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_documented_snippet_runs(name):
-    """Each as it stands, with eight devices, as its text says."""
+    """Each as it stands, with eight devices, as its text says; one that starts JAX, in a process of its own."""
+    if "start_processes(" in SNIPPETS[name]:
+        run_example("-c", SNIPPETS[name])
+        return
     with jax.numpy_dtype_promotion("standard"):
         exec(compile(SNIPPETS[name], name, "exec"), {})
 

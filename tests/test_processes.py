@@ -59,6 +59,7 @@ def results(tmp_path_factory):
     return json.loads(one.read_text()), json.loads(two.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["rows across processes", "vocabulary across", "sequence across"])
 @pytest.mark.parametrize("masked", ["no row masked", "the last rows masked", "every row masked"])
 def test_m04_two_processes_equal_one(results, where, masked):
@@ -70,6 +71,7 @@ def test_m04_two_processes_equal_one(results, where, masked):
     assert (one["loss"] == 0) == (masked == "every row masked")
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_every_mesh(results):
     for masked in ("no row masked", "the last rows masked"):
         losses = [result["loss"] for name, result in results[1].items() if name.endswith(f", {masked}")]
