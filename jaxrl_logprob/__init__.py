@@ -1,6 +1,6 @@
 """Per-token log-probabilities and entropies of language-model actions, over sharded vocabularies and sequences."""
 
-from . import packing as packing, reference as reference, segments as segments, sharding as sharding
+from . import losses as losses, packing as packing, reference as reference, segments as segments, sharding as sharding
 from ._chunks import Chunks as Chunks
 from ._head import LoraHead as LoraHead, TiedEmbedding as TiedEmbedding
 from ._linear import (
@@ -17,6 +17,7 @@ from ._logits import (
 )
 from ._scoring import LogprobsAndEntropy as LogprobsAndEntropy
 from ._transform import LogitTransform as LogitTransform
+from .losses import policy_loss as policy_loss, PolicyLoss as PolicyLoss
 from .sharding import make_mesh as make_mesh, MeshAxes as MeshAxes, VocabPartition as VocabPartition
 
 

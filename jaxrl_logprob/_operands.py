@@ -148,7 +148,9 @@ def zero_ignored_nan_outside(x: Float[Array, "N K"], counted: Array, outside: Ar
     return jnp.where(counted, jnp.where(outside, jnp.nan, x), 0.0)
 
 
-def check_loss_mask(loss_mask: jax.Array, batch: tuple[int, ...], name: str = "loss_mask") -> Bool[Array, "*batch"]:
+def check_loss_mask(
+    loss_mask: jax.Array | np.ndarray, batch: tuple[int, ...], name: str = "loss_mask"
+) -> Bool[Array, "*batch"]:
     """`loss_mask` as a JAX array.
 
     Raises:
