@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float, Int32
 
 from .sharding._errors import wrong
 
@@ -25,13 +25,13 @@ class Packed(NamedTuple):
         samples: which of the sequences that were packed this is; -1 where there is none.
     """
 
-    tokens: Int32[np.ndarray, "rows T"]
-    segment_ids: Int32[np.ndarray, "rows T"]
-    positions: Int32[np.ndarray, "rows T"]
-    response_mask: Bool[np.ndarray, "rows T"]
-    prompt_lengths: Int32[np.ndarray, " S"]
-    response_lengths: Int32[np.ndarray, " S"]
-    samples: Int32[np.ndarray, " S"]
+    tokens: Int32[np.ndarray, "*M rows T"]
+    segment_ids: Int32[np.ndarray, "*M rows T"]
+    positions: Int32[np.ndarray, "*M rows T"]
+    response_mask: Bool[np.ndarray, "*M rows T"]
+    prompt_lengths: Int32[np.ndarray, "*M S"]
+    response_lengths: Int32[np.ndarray, "*M S"]
+    samples: Int32[np.ndarray, "*M S"]
 
 
 def pack_sequences(
@@ -77,6 +77,40 @@ def pack_sequences(
     length = _row_length(max(int(lengths[row].sum()) for row in bins), max_tokens, multiple)
     num_segments = 1 << (max(sum(map(len, batch)) for batch in batches) - 1).bit_length()
     return [_packed(batch, arrays, prompts, length, num_segments) for batch in batches]
+
+
+def stack_micro_batches(packed: Sequence[Packed], count: int) -> Packed:
+    """The micro-batches of one `pack_sequences` call as one: [count, rows, T] and [count, S], those missing empty.
+
+    Raises:
+        ValueError: none, or more than count.
+    """
+    if not 1 <= len(packed) <= count:
+        raise ValueError(wrong("packed", f"be 1 to {count} micro-batches", len(packed)))
+    empty = Packed(*(np.zeros_like(a) for a in packed[0]))._replace(samples=np.full_like(packed[0].samples, -1))
+    return Packed(*map(np.stack, zip(*packed, *[empty] * (count - len(packed)))))
+
+
+def place_values(packed: Packed, values: Sequence[np.ndarray], fill: float = 0.0) -> Float[np.ndarray, "*M rows T"]:
+    """Per-token values of samples at the places of their tokens; `fill` at padding.
+
+    Args:
+        packed: micro-batches, stacked or not.
+        values: values[sample][t] of token t of each sample that was packed.
+
+    Raises:
+        ValueError: not as many values as the sample has tokens.
+    """
+    out = np.full(packed.tokens.shape, fill, np.float32)
+    for batch in np.ndindex(packed.samples.shape[:-1]):
+        for s, sample in enumerate(packed.samples[batch]):
+            there = packed.segment_ids[batch] == s + 1
+            if sample >= 0:
+                size = int(there.sum())
+                if np.shape(values[sample]) != (size,):
+                    raise ValueError(wrong(f"values[{sample}]", f"have shape ({size},)", np.shape(values[sample])))
+                out[batch][there] = values[sample]
+    return out
 
 
 def unpack_sequences(packed: Packed) -> list[tuple[int, np.ndarray]]:

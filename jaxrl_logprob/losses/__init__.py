@@ -2,7 +2,8 @@
 
 Compose them: a log-ratio and an advantage give an objective's per-token losses (`ppo_clip`, `cispo`, `sapo`,
 `reinforce`), weights correct for the sampler (`truncated_importance`, `masked_importance`), `kl_penalty` keeps to a
-reference, and `aggregate` makes them one number; `policy_loss` does it in one call.
+reference, and `aggregate` makes them one number; `policy_loss` does it in one call. `RECIPES` has the settings of
+published algorithms by name.
 """
 
 from ._advantages import (
@@ -27,4 +28,5 @@ from ._objectives import (
     Surrogate as Surrogate,
 )
 from ._policy import policy_loss as policy_loss, PolicyLoss as PolicyLoss, TokenStats as TokenStats
+from ._recipes import Recipe as Recipe, RECIPES as RECIPES
 from ._sequences import Sequences as Sequences
