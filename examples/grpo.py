@@ -4,19 +4,17 @@
 
 Needs no accelerator and no network: the weights come with the `examples` extra, and by default the mesh is
 2x2x2 emulated CPU devices (`--mesh 1x1x1` for one). On TPU or GPU the same command with the matching extra
-(`--extra tpu`, `--extra cuda13`) uses the accelerators. In two processes on one machine, from two shells, the second
-with JAX_PROCESS_ID=1:
+(`--extra tpu`, `--extra cuda13`) uses the accelerators. `--model FOLDER` takes any Hugging Face folder of a Llama or
+Qwen3. In two processes on one machine, from two shells, the second with JAX_PROCESS_ID=1:
 
     JAX_COORDINATOR_ADDRESS=localhost:8476 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 \\
         uv run --extra examples python examples/grpo.py --steps 4
 
-SLURM and Cloud TPU need no variables. Each step draws a group of completions for each of a
-few sums, rewards those whose first number is right, and updates the actor with the clipped surrogate of
-PPO on group-relative advantages (GRPO, https://arxiv.org/abs/2402.03300, without its KL penalty). The library
-does one line of it, in `score`: log-probabilities and entropies from hidden states that are split over sequences
-and positions and an embedding that is split over the vocabulary, without ever forming the logits. Read `score`,
-`surrogate_loss` and `actor_update` for how that fits into a train step; the rest is what a train step needs
-around it.
+SLURM and Cloud TPU need no variables. Each step draws a group of completions for each of a few sums, rewards those
+whose first number is right, packs them into rows of at most --max-tokens, scores them, and makes --epochs passes of
+--minibatches updates over them. Which loss: --recipe, GRPO's (https://arxiv.org/abs/2402.03300) unless told otherwise.
+The run folder gets metrics.jsonl, plots.png and checkpoints; the same command with the same --run-dir goes on from
+the newest of these. `jaxrl_logprob.training` makes the update; what stands here is what is around it.
 """
 
 import argparse
@@ -27,28 +25,36 @@ import json
 import math
 import pathlib
 import re
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import huggingface
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import smollm2
+from checkpoints import Checkpoints, resume_metrics
+from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Float
 from llama import Llama, ModelAxes
+from plots import plot
 from sampling import for_sampling, sample
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import jaxrl_logprob as jrl
-from jaxrl_logprob import segments
+from jaxrl_logprob import losses, packing, segments
 from jaxrl_logprob.sharding import from_same_data, start_processes, to_host
+from jaxrl_logprob.training import Actor, ActorBatch, ActorLoss, ActorStep, make_actor_step
 
 
 MODEL_AXES = ModelAxes(batch="data", sequence="context", tensor="vocab")
+TOKEN_AXES = jrl.MeshAxes(tokens=("data", "context"))
+STACKED_AXES = jrl.MeshAxes(tokens=(None, "data", "context"))  # Of micro-batches.
 # Where --mesh is not given: the first that fits the devices. On CPU, as many as the first needs are emulated.
 DEFAULT_MESHES = ((2, 2, 2), (1, 2, 2), (1, 1, 2), (1, 1, 1))
 
@@ -68,6 +74,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
+    return int(text)
+
+
 def positive_number(text: str) -> float:
     """A number above 0."""
     try:
@@ -79,9 +92,23 @@ def positive_number(text: str) -> float:
     return number
 
 
+def one_of(names: Any) -> Callable[[str], str]:
+    """One of these names."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {text!r}")
+        return text
+
+    return parse
+
+
 def option(default: Any, help: str, parse: Callable[[str], Any] | None = None) -> Any:
     """A field of Config that is a command-line option."""
     return dataclasses.field(default=default, metadata={"help": help, "parse": parse or type(default)})
+
+
+REMAT = {"layers": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,20 +116,34 @@ class Config:
     """The command line: a field `max_grad_norm` is the option --max-grad-norm."""
 
     steps: int = option(4, "batches of completions", positive)
-    epochs: int = option(2, "actor updates on each batch", positive)
     prompts: int = option(4, "sums in a batch", positive)
     group_size: int = option(4, "completions of each sum", positive)
     max_new_tokens: int = option(12, "length at which a completion is cut off", positive)
     temperature: float = option(1.0, "of sampling, and of the log-probabilities", positive_number)
+    recipe: str = option("grpo", f"one of {', '.join(losses.RECIPES)}", one_of(losses.RECIPES))
+    epochs: int = option(2, "passes over each batch", positive)
+    minibatches: int = option(1, "updates in a pass", positive)
+    max_tokens: int = option(256, "tokens of a row of packed sequences", positive)
+    rows: int = option(2, "rows of a micro-batch: gradients are added up over these", positive)
     learning_rate: float = option(1e-5, "of Adam", positive_number)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this global norm", positive_number)
-    clip: float = option(0.2, "importance ratios are clipped to 1 - CLIP and 1 + CLIP", positive_number)
     entropy_coef: float = option(0.0, "times the mean entropy is added to the objective")
+    kl_coef: float = option(0.0, "times the divergence from the model at the start is taken off it")
+    importance: Literal["none", "tis", "mis"] = option(
+        "none",
+        "weights for the sampler's rounding: none, tis (truncated), mis (masked)",
+        one_of(("none", "tis", "mis")),
+    )
+    remat: str = option("layers", f"what the backward pass computes again: {', '.join(REMAT)}", one_of(REMAT))
     seed: int = option(0, "of sums and completions")
     mesh: tuple[int, int, int] | None = option(
         None, "sizes of data x context x vocab; None is 2x2x2, or what fits fewer accelerators", parse_mesh
     )
-    run_dir: pathlib.Path | None = option(None, "folder for metrics.jsonl; None is runs/grpo-TIMESTAMP", pathlib.Path)
+    model: pathlib.Path | None = option(None, "Hugging Face folder, Llama or Qwen3; None is SmolLM2", pathlib.Path)
+    run_dir: pathlib.Path | None = option(
+        None, "folder for metrics, plots and checkpoints; None is runs/grpo-TIMESTAMP", pathlib.Path
+    )
+    checkpoint_every: int = option(10, "steps; one at the end besides; 0 for none", natural)
 
     @classmethod
     def from_command_line(cls, arguments: list[str] | None = None) -> "Config":
@@ -119,13 +160,39 @@ class Config:
             )
         return cls(**vars(parser.parse_args(arguments)))
 
+    def of_the_run(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
+        free = ("steps", "run_dir", "checkpoint_every", "mesh", "remat", "rows", "model")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
 
-# The task: prompts, rewards, advantages.
+
+# The policy and its task.
 
 
-def encode_sum(tokenizer: Tokenizer, a: int, b: int) -> list[int]:
-    """The prompt. Its opening of the answer keeps completions short: this model likes to talk."""
-    return tokenizer.encode(smollm2.chat_prompt(f"What is {a} + {b}?") + "The answer is").ids
+class Policy(NamedTuple):
+    """How to talk to a model."""
+
+    tokenizer: Tokenizer
+    eos_id: int
+    prompt: Callable[[str], str]
+
+
+def load_policy(folder: pathlib.Path | None) -> Policy:
+    """That of SmolLM2, or of the model in the folder."""
+    if folder is None:
+        return Policy(smollm2.load_tokenizer(), smollm2.EOS_ID, smollm2.chat_prompt)
+    tokenizer = huggingface.load_tokenizer(folder)
+    return Policy(tokenizer, huggingface.eos_id(folder), functools.partial(huggingface.prompt, tokenizer))
+
+
+def load_model(folder: pathlib.Path | None, mesh: Mesh) -> Llama:
+    """SmolLM2, or the model in the folder."""
+    return smollm2.load_model(mesh, MODEL_AXES) if folder is None else huggingface.load_model(folder, mesh, MODEL_AXES)
+
+
+def encode_sum(policy: Policy, a: int, b: int) -> list[int]:
+    """The prompt. Its opening of the answer keeps completions short: small models like to talk."""
+    return policy.tokenizer.encode(policy.prompt(f"What is {a} + {b}?") + "The answer is").ids
 
 
 def reward(completion: str, answer: int) -> float:
@@ -134,198 +201,190 @@ def reward(completion: str, answer: int) -> float:
     return float(number is not None and int(number[0]) == answer)
 
 
-def group_advantages(rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-    """(reward - mean) / standard deviation, within each group; 0 where all rewards of a group are equal."""
-    centred = rewards - rewards.mean(axis=1, keepdims=True)
-    return centred / (rewards.std(axis=1, keepdims=True) + 1e-6)
-
-
-class Batch(NamedTuple):
-    """Prompts with their completions, padded on the right."""
-
-    tokens: Int[Array, "B T"]
-    segment_ids: Int[Array, "B T"]  # 1 at tokens, 0 at padding.
-    completion_mask: Bool[Array, "B T"]  # True at the tokens of the completion, its end included.
-    advantages: Float[Array, " B"]
-
-
-def make_batch(
-    prompts: Int[np.ndarray, "B P"],
-    prompt_lengths: Int[np.ndarray, " B"],
-    completions: Int[np.ndarray, "B C"],
-    completion_lengths: Int[np.ndarray, " B"],
-    advantages: Float[np.ndarray, " B"],
-    mesh: Mesh,
-) -> Batch:
-    """Joins each prompt and completion, pads to the least multiple of the context axis that holds P + C, and puts rows
-    over "data" and positions over "context". Every process has the whole batch."""
-    rows, size = prompts.shape[0], prompts.shape[1] + completions.shape[1]
-    tokens = np.zeros((rows, size + -size % mesh.shape["context"]), np.int32)
-    lengths = prompt_lengths + completion_lengths
-    for row, prompt, start, completion, end in zip(tokens, prompts, prompt_lengths, completions, lengths, strict=True):
-        row[:start] = prompt[:start]
-        row[start:end] = completion[: end - start]
-    position = np.arange(tokens.shape[1])
-    there = position < lengths[:, None]
-    completion = there & (position >= prompt_lengths[:, None])
-    per_token = (tokens, there.astype(np.int32), completion)
-    tokens, segment_ids, completion_mask = from_same_data(per_token, mesh, PartitionSpec("data", "context"))
-    per_row = from_same_data(advantages.astype(np.float32), mesh, PartitionSpec("data"))
-    return Batch(tokens, segment_ids, completion_mask, per_row)
-
-
-# The train step.
-
-
-class Actor(NamedTuple):
-    """All that an update changes."""
-
-    model: Llama
-    opt_state: optax.OptState
-
-
-def optimizer(config: Config) -> optax.GradientTransformation:
-    """Adam on clipped gradients."""
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(config.learning_rate))
-
-
-def init_actor(model: Llama, mesh: Mesh, config: Config) -> Actor:
-    """The model with Adam's moments beside its parameters, split as they are."""
-    params: Any = model  # A pytree like any other, which optax's annotations do not know.
-    opt_state = optimizer(config).init(params)
-    return Actor(model, jax.tree.map(lambda x: x if x.ndim else from_same_data(x, mesh), opt_state))
-
-
-def next_tokens(model: Llama, batch: Batch) -> segments.ShiftedTargets:
-    """The token that each position predicts, and whether that is one of the completion."""
-    axes = model.head().axes
-    return segments.shift_targets(batch.tokens, batch.segment_ids, token_mask=batch.completion_mask, axes=axes)
-
-
-def score(model: Llama, batch: Batch, config: Config) -> jrl.LogprobsAndEntropy:
-    """Log-probabilities of the tokens of completions, and entropies, where they are predicted; 0 elsewhere."""
-    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
-    hidden_states = model(batch.tokens, positions, batch.segment_ids, remat=True)
-    targets, loss_mask = next_tokens(model, batch)
-    return model.head()(
-        hidden_states,
-        targets,
-        entropy_coef=config.entropy_coef,
-        loss_mask=loss_mask,
-        temperature=config.temperature,
-    )
-
-
-def surrogate_loss(
-    model: Llama, batch: Batch, old_logprobs: Float[Array, "B T"], config: Config
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Minus the clipped surrogate, a mean over all tokens of completions, less the entropy bonus; and metrics."""
-    logprobs, entropy = score(model, batch, config)
-    loss_mask = next_tokens(model, batch).loss_mask
-    log_ratio = logprobs - old_logprobs  # 0 where the mask is False: both are 0 there.
-    ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
-    mean = functools.partial(jnp.mean, where=loss_mask)
-    unclipped_term, clipped_term = (x * batch.advantages[:, None] for x in (ratio, clipped))
-    loss = -mean(jnp.minimum(unclipped_term, clipped_term)) - config.entropy_coef * mean(entropy)
-    metrics = {
-        "loss": loss,
-        "entropy": mean(entropy),
-        "clip_fraction": mean(clipped_term < unclipped_term),
-        "approx_kl": mean(ratio - 1 - log_ratio),  # k3 of http://joschu.net/blog/kl-approx.html
-        "ratio_error": jnp.max(jnp.abs(ratio - 1)),
-    }
-    return loss, metrics
-
-
-def actor_update(
-    actor: Actor, batch: Batch, old_logprobs: Float[Array, "B T"], config: Config
-) -> tuple[Actor, dict[str, Float[Array, ""]]]:
-    """One step of Adam."""
-    params: Any = actor.model
-    gradients, metrics = jax.grad(surrogate_loss, has_aux=True)(params, batch, old_logprobs, config)
-    updates, opt_state = optimizer(config).update(gradients, actor.opt_state)
-    model: Any = optax.apply_updates(params, updates)
-    return Actor(model, opt_state), metrics | {"grad_norm": optax.tree.norm(gradients)}
-
-
-# Around it: completions, the run folder, the loop.
-
-
 class Rollout(NamedTuple):
-    """A batch to learn from, and what to report of it."""
+    """Completions of a step, in order of their prompts, and what to report of them."""
 
-    batch: Batch
+    sequences: list[np.ndarray]  # Prompt and completion, its end included.
+    prompt_lengths: list[int]
+    sampler_logprobs: list[np.ndarray]  # Of every token of a sequence; 0 for the prompt's.
     rewards: Float[np.ndarray, "P G"]
     num_tokens: int  # Of completions.
     example: str
 
 
-def rollout(model: Llama, tokenizer: Tokenizer, mesh: Mesh, step: int, config: Config) -> Rollout:
+def rollout(policy: Policy, model: Llama, mesh: Mesh, step: int, config: Config) -> Rollout:
     """Sums, completions and their rewards. Given the model, only seed and step decide them; not the mesh."""
     terms = np.random.default_rng([config.seed, step]).integers(1, 10, (config.prompts, 2)).tolist()
-    # A digit is a token: all prompts have one length, which so never makes the train step compile again.
-    prompts = np.repeat([encode_sum(tokenizer, a, b) for a, b in terms], config.group_size, axis=0).astype(np.int32)
-    prompt_lengths = np.full(len(prompts), prompts.shape[1], np.int32)
+    encoded = [encode_sum(policy, a, b) for a, b in terms for _ in range(config.group_size)]
+    lengths = np.array(list(map(len, encoded)), np.int32)
+    # One length for every batch of the run: the sampler is compiled once.
+    prompts = np.full((len(encoded), config.max_tokens - config.max_new_tokens), policy.eos_id, np.int32)
+    for row, ids in zip(prompts, encoded):
+        row[: len(ids)] = ids
+    prompts = prompts[:, : 8 * -(-int(lengths.max()) // 8)]
     samples = sample(
         for_sampling(model, mesh),
         prompts,
-        prompt_lengths,
+        lengths,
         jax.random.fold_in(jax.random.key(config.seed), step),
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
-        eos_id=smollm2.EOS_ID,
+        eos_id=policy.eos_id,
     )
-    completions, lengths, _ = to_host(samples)
-    texts = tokenizer.decode_batch(completions.tolist())
+    completions, counts, logprobs = to_host(samples)
+    texts = policy.tokenizer.decode_batch(completions.tolist())
     groups = np.array(texts).reshape(config.prompts, config.group_size).tolist()
     rewards = np.array([[reward(text, a + b) for text in group] for (a, b), group in zip(terms, groups, strict=True)])
-    advantages = group_advantages(rewards).ravel()
-    batch = make_batch(prompts, prompt_lengths, completions, lengths, advantages, mesh)
-    example = f"{terms[0][0]} + {terms[0][1]}: {texts[0]!r}"
-    return Rollout(batch, rewards, int(lengths.sum()), example)
-
-
-def check_rows(mesh: Mesh, config: Config) -> None:
-    """Raises a ValueError where the batch does not divide."""
-    rows = config.prompts * config.group_size
-    if rows % mesh.shape["data"]:
-        raise ValueError(f"prompts x group size = {rows} must be a multiple of the data axis, {mesh.shape['data']}")
-
-
-def train(mesh: Mesh, config: Config) -> Iterator[dict[str, Any]]:
-    """The run: yields the metrics of each step."""
-    tokenizer = smollm2.load_tokenizer()
-    actor = init_actor(smollm2.load_model(mesh, MODEL_AXES), mesh, config)
-    # The same function as in the loss, on the same mesh and shapes: then the old log-probabilities are to the bit
-    # those of the first epoch, and its importance ratios exactly 1. The sampler's log-probabilities are not: its
-    # matmuls have other shapes, and other rounding.
-    score_batch = jax.jit(functools.partial(score, config=config))
-    # The old actor's buffers become the new one's, so the new one must lie on the devices in just the same way.
-    update = jax.jit(
-        functools.partial(actor_update, config=config),
-        donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda x: x.sharding, actor), None),
+    return Rollout(
+        [np.concatenate([p, c[:n]]) for p, c, n in zip(encoded, completions, counts)],
+        list(map(len, encoded)),
+        [np.concatenate([np.zeros(len(p)), x[:n]]) for p, x, n in zip(encoded, logprobs, counts)],
+        rewards,
+        int(counts.sum()),
+        f"{terms[0][0]} + {terms[0][1]}: {texts[0]!r}",
     )
-    for step in range(config.steps):
+
+
+# The update.
+
+
+def actor_step(model: Llama, config: Config) -> ActorStep:
+    """Scoring and updating of this model, jitted; an update adds up as many micro-batches as it could need."""
+    recipe = losses.RECIPES[config.recipe]
+    max_length = config.max_new_tokens if recipe.loss_agg_mode == "seq-mean-token-sum-norm" else None
+    return make_actor_step(
+        model,
+        functools.partial(Llama.__call__, remat=config.remat == "layers"),
+        lambda model: functools.partial(model.head(), temperature=config.temperature),
+        optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(config.learning_rate)),
+        loss=ActorLoss(recipe, max_length, config.entropy_coef, config.kl_coef),
+        axes=TOKEN_AXES,
+        accumulation=-(-config.prompts * config.group_size // (config.minibatches * config.rows)),
+        remat=REMAT[config.remat],
+    )
+
+
+def minibatches(found: Rollout, step: ActorStep, mesh: Mesh, config: Config) -> Iterator[tuple[ActorBatch, np.ndarray]]:
+    """The step's completions in as many packed batches as there are updates in a pass, the same number in each; and the
+    sampler's log-probabilities of what is in them, where the tokens stand."""
+    advantages = np.asarray(losses.RECIPES[config.recipe].advantages(found.rewards.astype(np.float32))).ravel()
+    order = np.random.default_rng(config.seed).permutation(len(advantages))
+    rows, accumulation = config.rows, -(-len(order) // (config.minibatches * config.rows))
+    for chosen in np.split(order, config.minibatches):
+        packed = packing.pack_sequences(
+            [found.sequences[i] for i in chosen],
+            [found.prompt_lengths[i] for i in chosen],
+            max_tokens=config.max_tokens,
+            rows=rows,
+            multiple=mesh.shape["context"],
+        )
+        stacked = packing.stack_micro_batches(packed, accumulation)
+        sampler = packing.place_values(stacked, [found.sampler_logprobs[i] for i in chosen])
+        yield ActorBatch.of(stacked, advantages[chosen], mesh, TOKEN_AXES), sampler
+
+
+@functools.partial(jax.jit, static_argnames="importance")
+def against_sampler(
+    batch: ActorBatch, sampler_logprobs: jax.Array, *, importance: str
+) -> tuple[losses.ImportanceWeights, losses.Metrics]:
+    """Weights for what the sampler rounds otherwise than the trainer, and how much that is."""
+    sequences = losses.Sequences(axes=STACKED_AXES)
+    aligned = segments.shift_values(sampler_logprobs, batch.segment_ids, axes=STACKED_AXES)
+    weigh = losses.masked_importance if importance == "mis" else losses.truncated_importance
+    weights = weigh(batch.old_logprobs, aligned, loss_mask=batch.loss_mask)
+    found = losses.mismatch_metrics(
+        batch.old_logprobs, aligned, weights, loss_mask=batch.loss_mask, sequences=sequences
+    )
+    return weights, found
+
+
+def prepare(
+    found: Rollout, actor: Actor, reference: Llama | None, step: ActorStep, mesh: Mesh, config: Config
+) -> tuple[list[ActorBatch], dict[str, float]]:
+    """The batches of a pass, scored by the actor as it is, and by the reference if there is one."""
+    batches, metrics = [], []
+    for batch, sampler in minibatches(found, step, mesh, config):
+        batch = batch._replace(old_logprobs=step.score(actor.params, batch).logprobs)
+        sampler = from_same_data(sampler, mesh, PartitionSpec(*STACKED_AXES.per_dimension(3)))
+        weights, mismatch = against_sampler(batch, sampler, importance=config.importance)
+        if config.importance != "none":
+            batch = batch._replace(weights=weights.weights)
+        if reference is not None:
+            batch = batch._replace(ref_logprobs=step.score(reference, batch).logprobs)
+        batches.append(batch)
+        metrics.append({name: float(mismatch[name]) for name in ("logprob_difference", "effective_sample_size")})
+    return batches, mean(metrics)
+
+
+def mean(metrics: list[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+
+
+# The run.
+
+
+def check_sizes(mesh: Mesh, config: Config) -> None:
+    """Raises a ValueError where sizes do not divide."""
+    if config.rows % mesh.shape["data"]:
+        raise ValueError(f"--rows {config.rows} must be a multiple of the data axis, {mesh.shape['data']}")
+    if config.max_tokens % mesh.shape["context"]:
+        size = mesh.shape["context"]
+        raise ValueError(f"--max-tokens {config.max_tokens} must be a multiple of the context axis, {size}")
+    if config.prompts * config.group_size % config.minibatches:
+        raise ValueError(
+            f"prompts x group size = {config.prompts * config.group_size} must be a multiple of --minibatches "
+            f"{config.minibatches}"
+        )
+
+
+def peak_memory_gib() -> float:
+    """Of the first device, or, where it does not tell (CPU), of this process."""
+    if stats := jax.local_devices()[0].memory_stats():
+        return stats["peak_bytes_in_use"] / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def train(mesh: Mesh, config: Config, saved: Checkpoints | None = None) -> Iterator[dict[str, Any]]:
+    """The run, from the newest checkpoint if there is one: yields the metrics of each step."""
+    policy = load_policy(config.model)
+    longest = max(len(encode_sum(policy, a, b)) for a, b in ((1, 1), (9, 9))) + config.max_new_tokens
+    if longest > config.max_tokens:
+        raise ValueError(f"--max-tokens {config.max_tokens} must be {longest} or more: a prompt and --max-new-tokens")
+    model = load_model(config.model, mesh)
+    step = actor_step(model, config)
+    restored = saved and saved.restore(step.actor, config=config.of_the_run())
+    first, actor = (restored[0], restored[1]) if restored else (0, step.init(model))
+    del model  # Its buffers are the actor's now, and donated.
+    reference = load_model(config.model, mesh) if config.kl_coef else None
+    for number in range(first, config.steps):
         start = time.perf_counter()
-        batch, rewards, num_tokens, example = rollout(actor.model, tokenizer, mesh, step, config)
-        old_logprobs = score_batch(actor.model, batch).logprobs
-        epochs = []
+        found = rollout(policy, actor.params, mesh, number, config)
+        batches, mismatch = prepare(found, actor, reference, step, mesh, config)
+        passes = []
         for _ in range(config.epochs):
-            actor, metrics = update(actor, batch, old_logprobs)
-            epochs.append({name: float(value) for name, value in metrics.items()})
+            updates = []
+            for batch in batches:
+                actor, metrics = step.update(actor, batch)
+                updates.append({name: float(value) for name, value in metrics.items()})
+            passes.append(updates)
+        opening = passes[0][0]  # Before any update on this batch.
         seconds = time.perf_counter() - start
         yield {
-            "step": step,
-            "reward": float(rewards.mean()),
-            "first_loss": epochs[0]["loss"],  # Before the first update on this batch; what follows, in the last epoch.
-            "first_ratio_error": epochs[0]["ratio_error"],
-            **epochs[-1],
-            "tokens_per_second": num_tokens / seconds,
+            "step": number,
+            "reward": float(found.rewards.mean()),
+            "first_loss": opening["loss"],
+            "first_ratio_error": max(opening["ratio_max"] - 1, 1 - opening["ratio_min"]),
+            **mean(passes[-1]),
+            **mismatch,
+            "completion_tokens": found.num_tokens / found.rewards.size,
+            "tokens_per_second": found.num_tokens / seconds,
             "seconds": seconds,
-            "example": example,
+            "peak_memory_gib": peak_memory_gib(),
+            "example": found.example,
         }
+        # After the step was reported: a run that goes on from here has a record of it.
+        if saved and ((number + 1) % config.checkpoint_every == 0 or number + 1 == config.steps):
+            saved.save(number + 1, actor, {"config": config.of_the_run()})
 
 
 def choose_mesh(sizes: tuple[int, int, int] | None) -> Mesh:
@@ -340,41 +399,74 @@ def choose_mesh(sizes: tuple[int, int, int] | None) -> Mesh:
 def describe(metrics: dict[str, Any]) -> str:
     """A line for the terminal."""
     return (
-        "step {step}  reward {reward:.3f}  loss {loss:+.5f}  entropy {entropy:.3f}  clipped {clip_fraction:.3f}  "
+        "step {step}  reward {reward:.3f}  loss {loss:+.5f}  entropy {entropy:.3f}  clipped {clipped:.3f}  "
         "kl {approx_kl:.2e}  grad {grad_norm:.2f}  first max|ratio-1| {first_ratio_error:.0e}  "
         "{tokens_per_second:.1f} tokens/s  {seconds:.1f} s  {example}"
-    ).format(**metrics)
+    ).format(clipped=metrics["clip_fraction_low"] + metrics["clip_fraction_high"], **metrics)
+
+
+def summarise(history: list[dict[str, Any]], run_dir: pathlib.Path) -> str:
+    """What there is to say at the end."""
+    quarter = max(1, len(history) // 4)
+    of = lambda name, part: np.mean([metrics[name] for metrics in part])
+    minutes = sum(metrics["seconds"] for metrics in history) / 60
+    return "\n".join(
+        [
+            f"{len(history)} steps, {minutes:.1f} minutes, {of('tokens_per_second', history):.1f} tokens/s, "
+            f"peak memory {history[-1]['peak_memory_gib']:.1f} GiB",
+            f"reward   {of('reward', history[:quarter]):.3f} in the first quarter, "
+            f"{of('reward', history[-quarter:]):.3f} in the last",
+            f"entropy  {of('entropy', history[:quarter]):.3f} in the first quarter, "
+            f"{of('entropy', history[-quarter:]):.3f} in the last",
+            f"max |ratio-1| before an update {max(m['first_ratio_error'] for m in history):.1g}; "
+            f"mean |logprob difference| to the sampler {of('logprob_difference', history):.1e}",
+            f"{run_dir / 'metrics.jsonl'}, {run_dir / 'plots.png'}",
+        ]
+    )
+
+
+def run(mesh: Mesh, config: Config, run_dir: pathlib.Path) -> None:
+    """Trains, and in the first process writes what there is to see."""
+    reports = jax.process_index() == 0  # All processes compute.
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "metrics.jsonl"
+    with jax.set_mesh(mesh), Checkpoints((run_dir / "checkpoints").absolute()) as checkpoints:
+        steps = train(mesh, config, checkpoints if config.checkpoint_every else None)
+        if not reports:
+            for _ in steps:
+                pass
+            return
+        kind = mesh.devices.flat[0].device_kind
+        print(f"{mesh.size} {kind} device(s), mesh {dict(mesh.shape)}; the first step compiles")
+        history, file = [], None
+        bar = tqdm(steps, total=config.steps, unit="step")
+        for metrics in bar:
+            if file is None:
+                history = resume_metrics(path, metrics["step"])
+                bar.update(metrics["step"])
+                file = path.open("a")
+            history.append(metrics)
+            print(json.dumps(metrics), file=file, flush=True)
+            bar.write(describe(metrics))
+    if file is not None:
+        file.close()
+    history = history or resume_metrics(path, config.steps)  # Nothing was left to do.
+    if history:
+        plot(history, run_dir / "plots.png")
+        print(summarise(history, run_dir))
 
 
 def main() -> None:
     """Runs the command line."""
     config = Config.from_command_line()
     mesh = choose_mesh(config.mesh)
+    started = datetime.datetime.fromtimestamp(int(broadcast_one_to_all(np.int32(time.time()))))  # The same in all.
+    run_dir = config.run_dir or pathlib.Path("runs") / f"grpo-{started:%Y%m%d-%H%M%S}"
     try:
-        check_rows(mesh, config)
-    except ValueError as error:
+        check_sizes(mesh, config)
+        run(mesh, config, run_dir)
+    except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"grpo.py: {error}") from None
-    if jax.process_index() > 0:  # All processes compute; the first reports.
-        with jax.set_mesh(mesh):
-            for _ in train(mesh, config):
-                pass
-        return
-    run_dir = config.run_dir or pathlib.Path("runs") / f"grpo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / "metrics.jsonl"
-    history = []
-    print(f"{mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}; the first step compiles")
-    with jax.set_mesh(mesh), path.open("w") as file:
-        bar = tqdm(train(mesh, config), total=config.steps, unit="step")
-        for metrics in bar:
-            history.append(metrics)
-            print(json.dumps(metrics), file=file, flush=True)
-            bar.write(describe(metrics))
-    ratio_error = max(metrics["first_ratio_error"] for metrics in history)
-    print(
-        f"reward {history[0]['reward']:.3f} in the first step, {history[-1]['reward']:.3f} in the last; "
-        f"max |ratio-1| before an update {ratio_error:.1g}\n{path}"
-    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ._advantages import (
 )
 from ._aggregate import aggregate as aggregate, Aggregation as Aggregation, loss_denominator as loss_denominator
 from ._kl import kl_penalty as kl_penalty
-from ._metrics import mismatch_metrics as mismatch_metrics, policy_metrics as policy_metrics
+from ._metrics import Metrics as Metrics, mismatch_metrics as mismatch_metrics, policy_metrics as policy_metrics
 from ._mismatch import (
     effective_sample_size as effective_sample_size,
     ImportanceWeights as ImportanceWeights,
