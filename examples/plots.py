@@ -60,7 +60,7 @@ def plot_reward(axes: Axes, history: list[dict[str, Any]]) -> None:
         for which, ends, style, x, align in quarters:
             mean = float(np.mean(values[ends]))
             axes.axhline(mean, color="0.6", linewidth=0.9, linestyle=style, zorder=0)
-            place = dict(xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", ha=align)
+            place: Any = dict(xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", ha=align)
             axes.annotate(f"{which} quarter {mean:.2f}", (x, mean), color="0.4", fontsize="small", **place)
 
 
