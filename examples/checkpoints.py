@@ -46,7 +46,7 @@ class Checkpoints:
             )
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         # Made here and not above: they start JAX's devices.
-        handlers = dict(zip(ITEMS, (ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler())))
+        handlers: Any = dict(zip(ITEMS, (ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler())))
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         self._is_ours = self._manager.latest_step() is None
 

@@ -267,7 +267,9 @@ def actor_step(model: Llama, config: Config) -> ActorStep:
 def minibatches(found: Rollout, step: ActorStep, mesh: Mesh, config: Config) -> Iterator[tuple[ActorBatch, np.ndarray]]:
     """The step's completions in as many packed batches as there are updates in a pass, the same number in each; and the
     sampler's log-probabilities of what is in them, where the tokens stand."""
-    advantages = np.asarray(losses.RECIPES[config.recipe].advantages(found.rewards.astype(np.float32))).ravel()
+    advantages = np.asarray(
+        losses.RECIPES[config.recipe].advantages(jax.numpy.asarray(found.rewards, np.float32))
+    ).ravel()
     order = np.random.default_rng(config.seed).permutation(len(advantages))
     rows, accumulation = config.rows, -(-len(order) // (config.minibatches * config.rows))
     for chosen in np.split(order, config.minibatches):
