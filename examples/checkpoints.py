@@ -2,9 +2,8 @@
 
     with Checkpoints(run_dir / "checkpoints") as checkpoints:
         first, actor, _ = checkpoints.restore(actor, config=config) or (0, actor, {})
-        history = resume_metrics(run_dir / "metrics.jsonl", first)
         for step in range(first, steps):
-            ...
+            actor = update(actor)
             checkpoints.save(step + 1, actor, {"config": config})  # Where to go on from.
 
 Orbax writes each step to a temporary folder, which it renames when all is there; a half-written one is thus never
@@ -12,7 +11,6 @@ read. All processes of a program call these methods, on a folder that all of the
 """
 
 import json
-import os
 import pathlib
 import shutil
 from typing import Any
@@ -152,27 +150,3 @@ def _check_config(folder: pathlib.Path, saved: dict[str, Any], config: dict[str,
     ]
     if differences:
         raise ValueError(f"{folder} is of a run with another config: {'; '.join(differences)}")
-
-
-def resume_metrics(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
-    """Keeps of a file of JSON lines those whose "step" is below `step`, in one move, and returns them. A torn last line
-    goes; where there is no file, none is made.
-
-    Raises:
-      ValueError: a line before the last is no record of a step.
-    """
-    if not path.exists():
-        return []
-    kept, lines = [], path.read_bytes().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if record["step"] < step:
-                kept.append((line, record))
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}, is no record of a step: {line[:60]!r}") from error
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(b"".join(line + b"\n" for line, _ in kept))
-    os.replace(temporary, path)
-    return [record for _, record in kept]

@@ -17,8 +17,7 @@ The run folder gets metrics.jsonl, plots.png and checkpoints; the same command w
 the newest of these. `jaxrl_logprob.training` makes the update; what stands here is what is around it.
 """
 
-import argparse
-import dataclasses
+import contextlib
 import datetime
 import functools
 import json
@@ -29,19 +28,21 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface
 import jax
 import numpy as np
 import optax
 import smollm2
-from checkpoints import Checkpoints, resume_metrics
+from checkpoints import Checkpoints
 from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 from llama import Llama, ModelAxes
+from options import Config, REMAT
 from plots import plot
+from records import read_records, resume_metrics
 from sampling import for_sampling, sample
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -54,116 +55,9 @@ from jaxrl_logprob.training import Actor, ActorBatch, ActorLoss, ActorStep, make
 
 MODEL_AXES = ModelAxes(batch="data", sequence="context", tensor="vocab")
 TOKEN_AXES = jrl.MeshAxes(tokens=("data", "context"))
-STACKED_AXES = jrl.MeshAxes(tokens=(None, "data", "context"))  # Of micro-batches.
+STACKED_AXES = jrl.MeshAxes(tokens=(None, *TOKEN_AXES.per_dimension(2)))  # Of micro-batches.
 # Where --mesh is not given: the first that fits the devices. On CPU, as many as the first needs are emulated.
 DEFAULT_MESHES = ((2, 2, 2), (1, 2, 2), (1, 1, 2), (1, 1, 1))
-
-
-def parse_mesh(text: str) -> tuple[int, int, int]:
-    """The sizes in "2x2x2"."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"expected data x context x vocab sizes, as 2x2x2, got {text!r}")
-    data, context, vocab = map(int, text.split("x"))
-    return data, context, vocab
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def natural(text: str) -> int:
-    """A whole number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
-    return int(text)
-
-
-def positive_number(text: str) -> float:
-    """A number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return number
-
-
-def one_of(names: Any) -> Callable[[str], str]:
-    """One of these names."""
-
-    def parse(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {text!r}")
-        return text
-
-    return parse
-
-
-def option(default: Any, help: str, parse: Callable[[str], Any] | None = None) -> Any:
-    """A field of Config that is a command-line option."""
-    return dataclasses.field(default=default, metadata={"help": help, "parse": parse or type(default)})
-
-
-REMAT = {"layers": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The command line: a field `max_grad_norm` is the option --max-grad-norm."""
-
-    steps: int = option(4, "batches of completions", positive)
-    prompts: int = option(4, "sums in a batch", positive)
-    group_size: int = option(4, "completions of each sum", positive)
-    max_new_tokens: int = option(12, "length at which a completion is cut off", positive)
-    temperature: float = option(1.0, "of sampling, and of the log-probabilities", positive_number)
-    recipe: str = option("grpo", f"one of {', '.join(losses.RECIPES)}", one_of(losses.RECIPES))
-    epochs: int = option(2, "passes over each batch", positive)
-    minibatches: int = option(1, "updates in a pass", positive)
-    max_tokens: int = option(256, "tokens of a row of packed sequences", positive)
-    rows: int = option(2, "rows of a micro-batch: gradients are added up over these", positive)
-    learning_rate: float = option(1e-5, "of Adam", positive_number)
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this global norm", positive_number)
-    entropy_coef: float = option(0.0, "times the mean entropy is added to the objective")
-    kl_coef: float = option(0.0, "times the divergence from the model at the start is taken off it")
-    importance: Literal["none", "tis", "mis"] = option(
-        "none",
-        "weights for the sampler's rounding: none, tis (truncated), mis (masked)",
-        one_of(("none", "tis", "mis")),
-    )
-    remat: str = option("layers", f"what the backward pass computes again: {', '.join(REMAT)}", one_of(REMAT))
-    seed: int = option(0, "of sums and completions")
-    mesh: tuple[int, int, int] | None = option(
-        None, "sizes of data x context x vocab; None is 2x2x2, or what fits fewer accelerators", parse_mesh
-    )
-    model: pathlib.Path | None = option(None, "Hugging Face folder, Llama or Qwen3; None is SmolLM2", pathlib.Path)
-    run_dir: pathlib.Path | None = option(
-        None, "folder for metrics, plots and checkpoints; None is runs/grpo-TIMESTAMP", pathlib.Path
-    )
-    checkpoint_every: int = option(10, "steps; one at the end besides; 0 for none", natural)
-
-    @classmethod
-    def from_command_line(cls, arguments: list[str] | None = None) -> "Config":
-        """Parses the arguments of the process, or those given."""
-        first_line, _, _ = (__doc__ or "").partition("\n")
-        parser = argparse.ArgumentParser(description=first_line, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        for field in dataclasses.fields(cls):
-            parser.add_argument(
-                "--" + field.name.replace("_", "-"),
-                type=field.metadata["parse"],
-                default=field.default,
-                help=field.metadata["help"],
-                metavar=field.name.rpartition("_")[2].upper(),
-            )
-        return cls(**vars(parser.parse_args(arguments)))
-
-    def of_the_run(self) -> dict[str, Any]:
-        """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
-        free = ("steps", "run_dir", "checkpoint_every", "mesh", "remat", "rows", "model")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
 
 
 # The policy and its task.
@@ -217,11 +111,10 @@ def rollout(policy: Policy, model: Llama, mesh: Mesh, step: int, config: Config)
     terms = np.random.default_rng([config.seed, step]).integers(1, 10, (config.prompts, 2)).tolist()
     encoded = [encode_sum(policy, a, b) for a, b in terms for _ in range(config.group_size)]
     lengths = np.array(list(map(len, encoded)), np.int32)
-    # One length for every batch of the run: the sampler is compiled once.
-    prompts = np.full((len(encoded), config.max_tokens - config.max_new_tokens), policy.eos_id, np.int32)
+    # In whole eights: few lengths, for each of which the sampler is compiled.
+    prompts = np.full((len(encoded), 8 * -(-int(lengths.max()) // 8)), policy.eos_id, np.int32)
     for row, ids in zip(prompts, encoded):
         row[: len(ids)] = ids
-    prompts = prompts[:, : 8 * -(-int(lengths.max()) // 8)]
     samples = sample(
         for_sampling(model, mesh),
         prompts,
@@ -259,28 +152,27 @@ def actor_step(model: Llama, config: Config) -> ActorStep:
         optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(config.learning_rate)),
         loss=ActorLoss(recipe, max_length, config.entropy_coef, config.kl_coef),
         axes=TOKEN_AXES,
-        accumulation=-(-config.prompts * config.group_size // (config.minibatches * config.rows)),
+        accumulation=config.accumulation,
         remat=REMAT[config.remat],
     )
 
 
-def minibatches(found: Rollout, step: ActorStep, mesh: Mesh, config: Config) -> Iterator[tuple[ActorBatch, np.ndarray]]:
+def minibatches(found: Rollout, mesh: Mesh, config: Config) -> Iterator[tuple[ActorBatch, np.ndarray]]:
     """The step's completions in as many packed batches as there are updates in a pass, the same number in each; and the
     sampler's log-probabilities of what is in them, where the tokens stand."""
     advantages = np.asarray(
         losses.RECIPES[config.recipe].advantages(jax.numpy.asarray(found.rewards, np.float32))
     ).ravel()
     order = np.random.default_rng(config.seed).permutation(len(advantages))
-    rows, accumulation = config.rows, -(-len(order) // (config.minibatches * config.rows))
     for chosen in np.split(order, config.minibatches):
         packed = packing.pack_sequences(
             [found.sequences[i] for i in chosen],
             [found.prompt_lengths[i] for i in chosen],
             max_tokens=config.max_tokens,
-            rows=rows,
+            rows=config.rows,
             multiple=mesh.shape["context"],
         )
-        stacked = packing.stack_micro_batches(packed, accumulation)
+        stacked = packing.stack_micro_batches(packed, config.accumulation)
         sampler = packing.place_values(stacked, [found.sampler_logprobs[i] for i in chosen])
         yield ActorBatch.of(stacked, advantages[chosen], mesh, TOKEN_AXES), sampler
 
@@ -305,7 +197,7 @@ def prepare(
 ) -> tuple[list[ActorBatch], dict[str, float]]:
     """The batches of a pass, scored by the actor as it is, and by the reference if there is one."""
     batches, metrics = [], []
-    for batch, sampler in minibatches(found, step, mesh, config):
+    for batch, sampler in minibatches(found, mesh, config):
         batch = batch._replace(old_logprobs=step.score(actor.params, batch).logprobs)
         sampler = from_same_data(sampler, mesh, PartitionSpec(*STACKED_AXES.per_dimension(3)))
         weights, mismatch = against_sampler(batch, sampler, importance=config.importance)
@@ -346,8 +238,23 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def train(mesh: Mesh, config: Config, saved: Checkpoints | None = None) -> Iterator[dict[str, Any]]:
-    """The run, from the newest checkpoint if there is one: yields the metrics of each step."""
+class Start(NamedTuple):
+    """What a run begins with, or goes on with."""
+
+    policy: Policy
+    step: ActorStep
+    actor: Actor
+    reference: Llama | None  # Of the KL penalty.
+    first: int
+
+
+def begin(mesh: Mesh, config: Config, saved: Checkpoints | None) -> Start:
+    """Loads the model, and the newest checkpoint if there is one.
+
+    Raises:
+        ValueError, FileNotFoundError: sizes that do not fit; a model or a checkpoint that is not one.
+    """
+    check_sizes(mesh, config)
     policy = load_policy(config.model)
     longest = max(len(encode_sum(policy, a, b)) for a, b in ((1, 1), (9, 9))) + config.max_new_tokens
     if longest > config.max_tokens:
@@ -355,11 +262,16 @@ def train(mesh: Mesh, config: Config, saved: Checkpoints | None = None) -> Itera
     model = load_model(config.model, mesh)
     step = actor_step(model, config)
     restored = saved and saved.restore(step.actor, config=config.of_the_run())
+    # The buffers of `model` are the actor's, and donated: the reference has its own.
     first, actor = (restored[0], restored[1]) if restored else (0, step.init(model))
-    del model  # Its buffers are the actor's now, and donated.
-    reference = load_model(config.model, mesh) if config.kl_coef else None
+    return Start(policy, step, actor, load_model(config.model, mesh) if config.kl_coef else None, first)
+
+
+def train(start: Start, mesh: Mesh, config: Config, saved: Checkpoints | None) -> Iterator[dict[str, Any]]:
+    """The run: yields the metrics of each step."""
+    policy, step, actor, reference, first = start
     for number in range(first, config.steps):
-        start = time.perf_counter()
+        began = time.perf_counter()
         found = rollout(policy, actor.params, mesh, number, config)
         batches, mismatch = prepare(found, actor, reference, step, mesh, config)
         passes = []
@@ -370,7 +282,7 @@ def train(mesh: Mesh, config: Config, saved: Checkpoints | None = None) -> Itera
                 updates.append({name: float(value) for name, value in metrics.items()})
             passes.append(updates)
         opening = passes[0][0]  # Before any update on this batch.
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - began
         yield {
             "step": number,
             "reward": float(found.rewards.mean()),
@@ -428,47 +340,38 @@ def summarise(history: list[dict[str, Any]], run_dir: pathlib.Path) -> str:
 
 
 def run(mesh: Mesh, config: Config, run_dir: pathlib.Path) -> None:
-    """Trains, and in the first process writes what there is to see."""
-    reports = jax.process_index() == 0  # All processes compute.
+    """Trains; all processes compute, the first writes what there is to see."""
+    reports, path = jax.process_index() == 0, run_dir / "metrics.jsonl"
     run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / "metrics.jsonl"
-    with jax.set_mesh(mesh), Checkpoints((run_dir / "checkpoints").absolute()) as checkpoints:
-        steps = train(mesh, config, checkpoints if config.checkpoint_every else None)
-        if not reports:
-            for _ in steps:
-                pass
-            return
-        kind = mesh.devices.flat[0].device_kind
-        print(f"{mesh.size} {kind} device(s), mesh {dict(mesh.shape)}; the first step compiles")
-        history, file = [], None
-        bar = tqdm(steps, total=config.steps, unit="step")
-        for metrics in bar:
-            if file is None:
-                history = resume_metrics(path, metrics["step"])
-                bar.update(metrics["step"])
-                file = path.open("a")
-            history.append(metrics)
-            print(json.dumps(metrics), file=file, flush=True)
-            bar.write(describe(metrics))
-    if file is not None:
-        file.close()
-    history = history or resume_metrics(path, config.steps)  # Nothing was left to do.
-    if history:
+    with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
+        try:
+            saved = stack.enter_context(Checkpoints(run_dir / "checkpoints")) if config.checkpoint_every else None
+            start = begin(mesh, config, saved)
+        except (ValueError, FileNotFoundError) as error:
+            raise SystemExit(f"grpo.py: {error}") from None
+        if reports and start.first < config.steps:
+            resume_metrics(path, start.first)
+            kind = mesh.devices.flat[0].device_kind
+            print(f"{mesh.size} {kind} device(s), mesh {dict(mesh.shape)}; the first step compiles")
+        bar = stack.enter_context(tqdm(total=config.steps, initial=start.first, unit="step", disable=not reports))
+        for metrics in train(start, mesh, config, saved):
+            if reports:
+                with path.open("a") as file:
+                    file.write(json.dumps(metrics) + "\n")
+                bar.write(describe(metrics))
+            bar.update()
+    if reports and path.exists():
+        history = read_records(path)
         plot(history, run_dir / "plots.png")
         print(summarise(history, run_dir))
 
 
 def main() -> None:
     """Runs the command line."""
-    config = Config.from_command_line()
+    config = Config.from_command_line((__doc__ or "").partition("\n")[0])
     mesh = choose_mesh(config.mesh)
     started = datetime.datetime.fromtimestamp(int(broadcast_one_to_all(np.int32(time.time()))))  # The same in all.
-    run_dir = config.run_dir or pathlib.Path("runs") / f"grpo-{started:%Y%m%d-%H%M%S}"
-    try:
-        check_sizes(mesh, config)
-        run(mesh, config, run_dir)
-    except (ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"grpo.py: {error}") from None
+    run(mesh, config, config.run_dir or pathlib.Path("runs") / f"grpo-{started:%Y%m%d-%H%M%S}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ reads metrics.jsonl in that folder and writes plots.png beside it; `grpo.py` doe
 """
 
 import argparse
-import json
 import pathlib
 from typing import Any
 
@@ -15,22 +14,16 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from records import read_records
 
 
 def read_history(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; the last line may be torn, as a killed run leaves it.
+    """The records of a metrics.jsonl.
 
     Raises:
       ValueError: there is no record, or a line before the last is none.
     """
-    history, lines = [], path.read_bytes().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            history.append(record | {"step": int(record["step"])})
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}, is no record of a step: {line[:60]!r}") from error
+    history = read_records(path)
     if not history:
         raise ValueError(f"{path} holds no whole record: the run ended before its first step did")
     return history

@@ -176,34 +176,36 @@ def make_actor_step(
             kl = aggregate(penalty, of_part, loss_mask=part.loss_mask)
         return value + loss.kl_coef * kl, (tokens, kl)
 
-    def where_tokens_count(compute: Callable, part: ActorBatch) -> Any:
+    def where_tokens_count(compute: Callable, part: ActorBatch, there: Array) -> Any:
         nothing = lambda part: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, part))
-        return lax.cond(jnp.any(part.loss_mask), compute, nothing, part)
+        return lax.cond(there, compute, nothing, part)
 
     def score(params: Any, batch: ActorBatch) -> LogprobsAndEntropy:
         static = loss.entropy_coef if not callable(loss.entropy_coef) else 1.0
         compute = lambda part: scored(params, part, static)
-        return lax.stop_gradient(lax.map(functools.partial(where_tokens_count, compute), batch))
+        scored_parts = lax.map(lambda xs: where_tokens_count(compute, *xs), (batch, _with_tokens(batch)))
+        return lax.stop_gradient(scored_parts)
 
     def update(actor: Actor, batch: ActorBatch) -> tuple[Actor, dict[str, Array]]:
         _check_batch(batch, accumulation, loss)
         coef = loss.entropy_coef(actor.step) if callable(loss.entropy_coef) else loss.entropy_coef
-        counts = lax.map(lambda part: loss_denominator(part.loss_mask, aggregation(None, sequences(part))), batch)
+        whole = Sequences(*_numbered(batch), axes and _stacked(axes))
+        denominator = loss_denominator(batch.loss_mask, aggregation(None, whole))
         gradient = jax.value_and_grad(part_of_loss, has_aux=True)
-        compute = lambda part: gradient(actor.params, part, jnp.sum(counts), coef)
+        compute = lambda part: gradient(actor.params, part, denominator, coef)
 
-        def add(gradients: Any, part: ActorBatch) -> tuple[Any, Any]:
-            (value, aux), more = where_tokens_count(compute, part)
+        def add(gradients: Any, xs: tuple[ActorBatch, Array]) -> tuple[Any, Any]:
+            (value, aux), more = where_tokens_count(compute, *xs)
             return jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, more), (value, *aux)
 
         start = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), actor.params)
-        gradients, (values, tokens, kl) = lax.scan(add, start, batch)
+        gradients, (values, tokens, kl) = lax.scan(add, start, (batch, _with_tokens(batch)))
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, actor.params)
         updates, opt_state = optimizer.update(gradients, actor.opt_state, actor.params)
         metrics = {
             "loss": jnp.sum(values),
             "grad_norm": optax.tree.norm(gradients),
-            **policy_metrics(tokens, sequences=Sequences(axes=axes and _stacked(axes))),
+            **policy_metrics(tokens, sequences=whole),
         }
         if loss.kl_coef:
             metrics["kl_ref"] = jnp.sum(kl)
@@ -222,6 +224,18 @@ def make_actor_step(
         # The old actor's buffers become the new one's, which so must lie on the devices in just the same way.
         jax.jit(update, donate_argnums=0, out_shardings=(shardings, None)),
     )
+
+
+def _with_tokens(batch: ActorBatch) -> Bool[Array, " M"]:
+    """Which micro-batches have tokens that count."""
+    return jnp.any(batch.loss_mask, axis=(1, 2))
+
+
+def _numbered(batch: ActorBatch) -> tuple[Int[Array, "M B T"], int]:
+    """The sequences numbered through all micro-batches, and how many there may be."""
+    parts, each = batch.advantages.shape
+    first = jnp.arange(parts, dtype=jnp.int32)[:, None, None] * each
+    return jnp.where(batch.segment_ids > 0, batch.segment_ids + first, 0), parts * each
 
 
 def _stacked(axes: MeshAxes) -> MeshAxes:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import Checkpoints, resume_metrics
+from checkpoints import Checkpoints
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from test_processes import free_port, launch
@@ -303,37 +303,3 @@ def test_two_processes(tmp_path, monkeypatch):
     with Checkpoints(tmp_path) as checkpoints:
         step, state, _ = restore(checkpoints, {"w": jnp.zeros(8, jnp.int32)})
     assert step == 3 and (np.asarray(state["w"]) == 3).all()
-
-
-def write_records(path: pathlib.Path, steps: list[int], end: str = "") -> None:
-    path.write_text("".join(json.dumps({"step": step, "reward": step / 2}) + "\n" for step in steps) + end)
-
-
-@pytest.mark.parametrize("end", ["", '{"step": 5, "rew', "12", '{"step": 1, "reward": 0.5'])
-def test_resume_metrics(end, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_records(path, [0, 1, 2, 3, 4], end)
-    records = resume_metrics(path, 3)
-    assert [record["step"] for record in records] == [0, 1, 2]
-    assert [json.loads(line) for line in path.read_text().splitlines()] == records and path.read_text()[-1] == "\n"
-    assert digits(tmp_path) == ["metrics.jsonl"]
-    assert resume_metrics(path, 0) == [] and path.read_text() == ""
-
-
-def test_resume_metrics_completes_a_last_line_without_its_end(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_records(path, [0], '{"step": 1}')
-    assert resume_metrics(path, 2)[-1] == {"step": 1}
-    assert path.read_text().endswith('{"step": 1}\n')
-
-
-def test_resume_metrics_without_a_file(tmp_path):
-    assert resume_metrics(tmp_path / "metrics.jsonl", 3) == [] and not digits(tmp_path)
-
-
-def test_resume_metrics_refuses_a_torn_middle(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"st\n{"step": 1}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl, line 1, is no record of a step"):
-        resume_metrics(path, 3)
-    assert path.read_text() == '{"st\n{"step": 1}\n'

@@ -3,13 +3,17 @@
 import dataclasses
 import json
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import grpo
 import numpy as np
 import pytest
+import test_huggingface
 from test_processes import free_port, launch
+from tokenizers import models, pre_tokenizers, Tokenizer
 
 import jaxrl_logprob as jrl
 
@@ -31,7 +35,7 @@ def test_reward_is_for_the_first_number(completion, expected):
 
 
 def test_command_line():
-    config = grpo.Config.from_command_line(["--mesh", "1x2x4", "--learning-rate", "1e-4", "--recipe", "gspo"])
+    config = grpo.Config.from_command_line("", ["--mesh", "1x2x4", "--learning-rate", "1e-4", "--recipe", "gspo"])
     assert config == grpo.Config(mesh=(1, 2, 4), learning_rate=1e-4, recipe="gspo")
 
 
@@ -41,7 +45,7 @@ def test_command_line():
 )
 def test_command_line_refuses(arguments, capsys):
     with pytest.raises(SystemExit):
-        grpo.Config.from_command_line(arguments)
+        grpo.Config.from_command_line("", arguments)
     assert f"got '{arguments[1]}'" in capsys.readouterr().err
 
 
@@ -68,6 +72,50 @@ def test_script_in_two_processes_is_that_in_one(tmp_path):
     for name in ("first_loss", "loss", "entropy", "grad_norm"):
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
     assert two["example"] == one["example"] and two["first_ratio_error"] == 0
+
+
+def write_model(folder: pathlib.Path) -> None:
+    """A small Qwen3 of random weights, with a tokenizer that has a token for each digit."""
+    words = ["What", "is", "The", "answer", "+", "?", "<unk>", "<eos>", *map(str, range(24))]
+    test_huggingface.write(folder, test_huggingface.QWEN3 | dict(eos_token_id=7))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def losses_of(run_dir: pathlib.Path) -> list[tuple[float, ...]]:
+    names = ("step", "reward", "first_loss", "loss", "entropy", "grad_norm")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [tuple(record[name] for name in names) for record in records]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
+    """kill -9 at two moments, between checkpoints; a third start has nothing left to do, and loses nothing."""
+    write_model(tmp_path / "model")
+    command = [sys.executable, SCRIPT, "--model", tmp_path / "model", "--steps", "7", "--checkpoint-every", "2"]
+    command += ["--mesh", "1x2x2", "--temperature", "3", "--learning-rate", "1e-3", "--kl-coef", "0.1", "--run-dir"]
+    run = lambda folder: subprocess.run([*command, tmp_path / folder], capture_output=True, text=True)
+    assert (whole := run("whole")).returncode == 0, whole.stderr
+    for steps in (3, 6):
+        process = subprocess.Popen(
+            [*command, tmp_path / "killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        path, deadline = tmp_path / "killed" / "metrics.jsonl", time.monotonic() + 300
+        while not (path.exists() and f'"step": {steps - 1},' in path.read_text()) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert len(losses_of(tmp_path / "killed")) < 7
+    assert (last := run("killed")).returncode == 0, last.stderr
+    expected = losses_of(tmp_path / "whole")
+    assert losses_of(tmp_path / "killed") == expected and [step for step, *_ in expected] == list(range(7))
+    assert len({loss for _, _, _, loss, *_ in expected}) == 7
+    command[command.index("7")] = "4"
+    assert run("killed").returncode == 0 and losses_of(tmp_path / "killed") == expected
+    foreign = subprocess.run([*command, tmp_path / "killed", "--seed", "1"], capture_output=True, text=True)
+    assert foreign.returncode == 1 and "seed got 1, saved 0" in foreign.stderr and "Traceback" not in foreign.stderr
 
 
 @pytest.mark.slow
