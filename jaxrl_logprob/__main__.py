@@ -5,7 +5,7 @@ import math
 import re
 import sys
 
-from .planner import Plan, plan
+from .planner import mebibytes, Plan, plan
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,6 +20,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--width", type=int, default=4096, help="D of hidden_states (default: 4096)")
     add("--token-shards", type=int, default=1, help="devices that split tokens: data x context (default: 1)")
     add("--vocab-shards", type=int, default=1, help="devices that split the vocabulary (default: 1)")
+    add("--feature-shards", type=int, default=1, help="devices that split D of lm_head too: FSDP (default: 1)")
+    add(
+        "--sequence-parallel", action="store_true", help="the vocabulary's devices split hidden_states along tokens too"
+    )
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--platform", default="tpu", choices=["cpu", "tpu", "gpu"])
     add("--budget", type=_bytes, help="for temporaries, per device, as 200MiB or 0.5GiB")
@@ -47,35 +51,29 @@ def show(made: Plan, title: str) -> int:
         table.add_column(column)
     table.add_column("MiB", justify="right")
     for name, size in made.shared.items():
-        table.add_row("every way", name, _mib(size))
+        table.add_row("every way", name, mebibytes(size))
     for way, buffers in made.buffers.items():
         table.add_section()
         for name, size in buffers.items():
-            table.add_row(way, name, _mib(size))
-        table.add_row(f"[bold]{way}[/bold]", "[bold]temporaries[/bold]", f"[bold]{_mib(made.temporaries(way))}[/bold]")
+            table.add_row(way, name, mebibytes(size))
+        table.add_row(*(f"[bold]{text}[/bold]" for text in (way, "temporaries", mebibytes(made.temporaries(way)))))
     console = Console()
     console.print(table)
     outside = "vocabulary blocks" if made.blocks.vocab_outside else "tiles of tokens"
     console.print(f"Loop over {outside} outside; blocks of {made.blocks.rows} tokens x {made.blocks.columns} columns. "
                   f"{made.chunks}", highlight=False)  # fmt: skip
     if made.budget is not None:
-        console.print(f"Budget {_mib(made.budget)} MiB: " + ("met." if made.fits else "not met."))
+        console.print(f"Budget {mebibytes(made.budget)} MiB: " + ("met." if made.fits else "not met."))
     for line in made.advice:
         console.print(f"- {line}", highlight=False)
     return 0 if made.fits else 1
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f}"
-
-
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)i?B?", text.strip(), re.I)
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMGT]?)i?B?", text.strip(), re.I)
     if not match:
         raise argparse.ArgumentTypeError(f"a size such as 200MiB or 0.5GiB, got {text!r}")
-    return (
-        math.floor(float(match[1]) * 1024 ** "KMGT".find(match[2].upper()) * 1024) if match[2] else int(float(match[1]))
-    )
+    return math.floor(float(match[1]) * 1024 ** (" KMGT".index(match[2].upper()) if match[2] else 0))
 
 
 if __name__ == "__main__":

@@ -102,17 +102,20 @@ def head_weights(lm_head: Any, width: int, shards: int = 1) -> tuple[list[Weight
 
 def head_activations(
     hidden_states: Float[Array, "*batch D"], lm_head: Any, valid: Bool[Array, "*batch"]
-) -> list[jax.Array]:
-    """The activations that the matrices of `head_weights` multiply. Rows that do not count may hold anything."""
+) -> tuple[list[jax.Array], Float[Array, "D r"] | None]:
+    """The activations that the matrices of `head_weights` multiply, and what makes the second of the first.
+
+    Rows that do not count may hold anything.
+    """
     if not isinstance(lm_head, LoraHead):
-        return [hidden_states]
+        return [hidden_states], None
     a = jnp.asarray(lm_head.a)
     dtype = operand_dtype(hidden_states, a)
     clean = jnp.where(valid[..., None], hidden_states, jnp.zeros((), hidden_states.dtype)).astype(dtype)
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    low_rank = jnp.matmul(clean, a.astype(dtype), preferred_element_type=wide)
-    scaled = low_rank * jnp.asarray(lm_head.scale).astype(low_rank.dtype)
-    return [hidden_states, scaled.astype(hidden_states.dtype)]
+    scale = jnp.asarray(lm_head.scale).astype(wide)
+    product = jnp.matmul(clean, a.astype(dtype), preferred_element_type=wide)
+    return [hidden_states, product * scale], a.astype(wide) * scale
 
 
 def operand_dtype(*arrays: Any) -> Any:

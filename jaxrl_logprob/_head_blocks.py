@@ -17,18 +17,20 @@ from ._tiles import take_rows
 class Operands(NamedTuple):
     """What is differentiated: logits = Σ_i activations_i @ weights_i + bias.
 
-    Of gradients and the like, whatever is asked of each; None where nothing is.
+    Of gradients and the like, whatever is asked of each; None where nothing is. Where the second activations are the
+    first @ `low_rank`, the gradient of the first has what comes through there, so that it is rounded once.
     """
 
     activations: list[Any]
     weights: list[Any]
     bias: Any
+    low_rank: Any = None
 
 
 def map_parts(fun: Callable, parts: Operands, *rest: Operands) -> Operands:
     """fun(part, ...) of each weight and of the bias, where `parts` has one; None elsewhere."""
     only = lambda part, *arrays: None if part is None else fun(part, *arrays)
-    weights = [o._replace(activations=[]) for o in (parts, *rest)]
+    weights = [o._replace(activations=[], low_rank=None) for o in (parts, *rest)]
     return jax.tree.map(only, *weights, is_leaf=lambda x: x is None)
 
 
@@ -76,14 +78,18 @@ class HeadBlocks:
         logits; in the dtype of `dx`."""
         dxs, dws = [], []
         for x, m, w, weight_wanted in zip(xs, block.weights, self.weights, wanted.weights):
-            # Bfloat16 products where the hardware has them; XLA:CPU widens them anyway, and float16 would underflow.
             operands = operand_dtype(x, m)
-            narrow = operands == jnp.bfloat16 and not self.platform.is_cpu
-            operands = operands if narrow else dx.dtype
+            operands = operands if operands == jnp.bfloat16 and self._bfloat16_products() else dx.dtype
             dxs.append(_product(dx, m, (1, w.vocab_dimension), operands, dx.dtype))
             pair = (x, dx) if w.vocab_dimension else (dx, x)
             dws.append(_product(*pair, (0, 0), operands, dx.dtype) if weight_wanted else None)
         return Operands(dxs, dws, jnp.sum(dx, axis=0) if wanted.bias else None)
+
+    def _bfloat16_products(self) -> bool:
+        """Whether gradients of logits are rounded for products with bfloat16: where the hardware has those, and nobody
+        asks for better. (XLA:CPU widens them anyway; float16 would underflow.)"""
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        return not self.platform.is_cpu and precision in (None, "default", "bfloat16", "BF16_BF16_F32")
 
 
 def vocabulary_first(

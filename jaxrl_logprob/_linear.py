@@ -10,6 +10,7 @@ from typing import Any, cast, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values, CustomVJPPrimal, SymbolicZero
 from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh
@@ -229,11 +230,14 @@ def _validated_score(
             )
         )
     valid = placement.with_spec(tokens.valid, *placement.hidden[:-1])
-    activations = [placement.with_spec(x, *placement.hidden) for x in head_activations(hidden_states, lm_head, valid)]
+    # The rule gives hidden_states what comes through the adapter: here that path is cut.
+    (_, *adapted), low_rank = head_activations(lax.stop_gradient(hidden_states), lm_head, valid)
+    low_rank = None if low_rank is None else placement.with_spec(lax.stop_gradient(low_rank), None, None)
+    activations = [placement.with_spec(x, *placement.hidden) for x in (hidden_states, *adapted)]
     matrices = [placement.with_spec(m, *w.roles) for w, m in zip(weights, matrices)]
     bias = None if bias is None else placement.with_spec(bias, "vocab")
     activations, tokens = placement.vary_alike((activations, tokens))
-    operands = jax.tree.map(reverse_mode_only, Operands(activations, matrices, bias))
+    operands = jax.tree.map(reverse_mode_only, Operands(activations, matrices, bias, low_rank))
     out: Any = _score(LinearScoring(scoring, tuple(weights), chunks), operands, tokens)
     logprobs, entropies = out
     return logprobs, apply_gate(gate, entropies)
@@ -323,4 +327,5 @@ def _specs(static: LinearScoring, *, gathered: bool) -> Any:
         tuple({"sequence": "tokens", "features": None}.get(r, r) for r in roles) if gathered else roles
     )
     weights = [place.spec(*whole(w.roles)) for w in static.weights]
-    return Operands([place.spec(*whole(place.hidden))] * len(weights), weights, place.spec("vocab"))
+    activations = [place.spec(*whole(place.hidden))] * len(weights)
+    return Operands(activations, weights, place.spec("vocab"), place.spec(None, None))

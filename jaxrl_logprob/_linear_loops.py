@@ -33,7 +33,7 @@ from ._scoring import (
     Scoring,
 )
 from ._stats import merge_blocks, no_stats, Normalizer
-from ._tiles import consecutive, over_tiles, row_order, take_rows, Tile
+from ._tiles import consecutive, over_tiles, row_order, RowOrder, take_rows, Tile
 from .sharding._placement import sum_over, vary_over, vma
 
 
@@ -61,7 +61,7 @@ def local_gather(static: LinearScoring, operands: Operands) -> Operands:
         m if w.features_dimension is None else gather(m, place.features, w.features_dimension)
         for w, m in zip(static.weights, operands.weights)
     ]
-    return Operands(activations, weights, operands.bias)
+    return operands._replace(activations=activations, weights=weights)
 
 
 def local_forward(static: LinearScoring, operands: Operands, tokens: TokenOperands):
@@ -176,7 +176,7 @@ class _Backward:
             return dxs, self._write(gradients, sums, first)
 
         dxs, gradients = fold_blocks(block, (dxs, gradients), self.columns, self.blocks.columns)
-        dxs = [self._collect(dx, x) for dx, x in zip(dxs, self.operands.activations)]
+        dxs = [self._collect(dxs, i, x) for i, x in enumerate(self.operands.activations)]
         return Operands(dxs, *self._loaded(gradients)[1:])
 
     def tokens_outside(self) -> Operands:
@@ -196,18 +196,28 @@ class _Backward:
 
             sums = [self._zeros(*x.shape) for x in xs]
             sums, totals = fold_blocks(block, (sums, totals), self.columns, self.blocks.columns)
+            sums = [self._with_adapted(sums, i) for i, _ in enumerate(sums)]
             return [self._scatter(dx, s, tile, x) for dx, s, x in zip(dxs, sums, self.operands.activations)], totals
 
-        dxs = [self._stored_zeros(x.shape, x.dtype, self.axes) for x in self.operands.activations]
-        dxs, totals = over_tiles(finish_tile, (dxs, totals), self.order, self.blocks)
+        # Summed over the vocabulary tile by tile; where the rows of a tile are split there, the whole afterwards.
+        varying = vma(self.operands.activations) if self._sequence_shards() == 1 else self.axes
+        dxs = [self._stored_zeros(x.shape, x.dtype, varying) for x in self.operands.activations]
+        order = self.order if varying == self.axes else self._same_steps()
+        dxs, totals = over_tiles(finish_tile, (dxs, totals), order, self.blocks)
 
         def block(gradients, first, width):
             cut = lambda w, total: lax.dynamic_slice_in_dim(total, first, width, w.vocab_dimension)
             return self._write(gradients, map_parts(cut, self.parts, totals), first)
 
         gradients = fold_blocks(block, self._buffers(), self.columns, self.blocks.columns)
-        dxs = [self._sum_over_vocab(dx, x) for dx, x in zip(dxs, self.operands.activations)]
+        dxs = [self._whole(dx, x) for dx, x in zip(dxs, self.operands.activations)]
         return Operands(dxs, *self._loaded(gradients)[1:])
+
+    def _same_steps(self) -> RowOrder:
+        """As many tiles on every device as on that which has most rows that count: they sum them together."""
+        names = tuple(vma(self.order.num_counted))
+        count = self.order.num_counted
+        return self.order._replace(num_counted=lax.pmax(count, names) if names else count)
 
     def _rows(self, tile: Tile) -> list[jax.Array]:
         return self.head.rows(*tile.take((self.order.rows, self.order.counted)))
@@ -229,6 +239,12 @@ class _Backward:
         logits = self.head.logits(xs, weights, self.dtype)
         dlogits = backward_block(self.static.scoring, logits, columns, rows)
         return self.head.gradients(xs, weights, dlogits, self.parts)
+
+    def _with_adapted(self, dxs: list[jax.Array], i: int) -> jax.Array:
+        """The gradient of the activations i, given those that the head gives: the first made the second."""
+        if i or self.operands.low_rank is None:
+            return dxs[i]
+        return dxs[0] + jnp.matmul(dxs[1], self.operands.low_rank.astype(self.dtype).T)
 
     def _zeros(self, *shape: int) -> jax.Array:
         return vary_over(jnp.zeros(shape, self.dtype), self.axes)
@@ -272,9 +288,9 @@ class _Backward:
 
         return map_parts(write, self.parts, gradients, sums, self.operands)
 
-    def _collect(self, total: jax.Array, x: jax.Array) -> jax.Array:
-        """dhidden_states [*batch, D] of its accumulator in sorted order: rounded and summed over the vocabulary axes
-        tile by tile, so that no second array of its size is held."""
+    def _collect(self, totals: list[jax.Array], i: int, x: jax.Array) -> jax.Array:
+        """The gradient [*batch, D] of activations `i`, of accumulators in sorted order: rounded and summed over the
+        vocabulary axes tile by tile, so that no second array of its size is held."""
         shards = self._sequence_shards()
         index = lax.iota(jnp.int32, x.shape[0]).reshape(-1, shards, (self.batch or (1,))[-1] // shards)
         index = jnp.moveaxis(index, 1, 0).reshape(shards, -1)
@@ -282,7 +298,7 @@ class _Backward:
         def block(buffer, first, width):
             rows = lax.dynamic_slice_in_dim(index, first, width, 1).reshape(-1)
             position = self.order.position[rows]
-            part = take_rows(total, position)
+            part = self._with_adapted([take_rows(total, position) for total in totals], i)
             part = jnp.where(self.order.counted[position][:, None], part, 0.0).astype(x.dtype)
             if shards > 1:
                 vocab = self.static.scoring.placement.vocab
@@ -299,22 +315,22 @@ class _Backward:
     def _scatter(self, buffer: jax.Array, block: jax.Array, tile: Tile, x: jax.Array) -> jax.Array:
         """The rows of a tile of dhidden_states, finished, to where they belong; those that do not count stay 0."""
         rows, counted = tile.take((self.order.rows, self.order.counted))
-        block = self.platform.stored(block.astype(x.dtype))
+        block = block.astype(x.dtype)
+        block = self.platform.stored(sum_over(block, vma(block) - vma(buffer)))
         together = consecutive(rows) & jnp.all(counted)
         put = lambda b: lax.dynamic_update_slice_in_dim(b, block, rows[0], 0)
         drop = jnp.where(counted, rows, len(buffer))
         spread = lambda b: b.at[drop].set(block, mode="drop")
         return lax.cond(together, put, spread, buffer) if len(rows) <= len(buffer) else spread(buffer)
 
-    def _sum_over_vocab(self, buffer: jax.Array, x: jax.Array) -> jax.Array:
+    def _whole(self, buffer: jax.Array, x: jax.Array) -> jax.Array:
         """dhidden_states [*batch, D] of a buffer that has all rows."""
         dx = self._unflat(self.platform.loaded(buffer, x.dtype), 1)
-        names, shards = vma(dx) - vma(x), self._sequence_shards()
-        if shards > 1:
-            place = self.static.scoring.placement
-            dx = lax.psum_scatter(dx, place.vocab, scatter_dimension=place.rank - 1, tiled=True)
-            names -= set(place.vocab)
-        return sum_over(dx, names)
+        if self._sequence_shards() == 1:
+            return dx
+        place = self.static.scoring.placement
+        dx = lax.psum_scatter(dx, place.vocab, scatter_dimension=place.rank - 1, tiled=True)
+        return sum_over(dx, vma(dx) - vma(x) - set(place.vocab))
 
     def _sequence_shards(self) -> int:
         place = self.static.scoring.placement

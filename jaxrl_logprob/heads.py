@@ -116,7 +116,7 @@ class _Methods:
         hidden_states, lm_head, bias = self._operands(hidden_states, **tied)
         batch = hidden_states.shape[:-1]
         weights, matrices = head_weights(lm_head, hidden_states.shape[-1])
-        activations = head_activations(hidden_states, lm_head, jnp.ones(batch, bool))
+        activations, _ = head_activations(hidden_states, lm_head, jnp.ones(batch, bool))
         operands = Operands(activations, matrices, bias)
         logits = head_logits(tuple(weights), operands, arithmetic_dtype(*jax.tree.leaves(operands)))
         columns = logits.shape[-1]

@@ -1,9 +1,12 @@
 """The planner's bytes against the compiled program's, its choices under a budget, and its command."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from checks import ordinarily
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxrl_logprob as jrl
 from jaxrl_logprob.__main__ import main
@@ -15,15 +18,18 @@ def plain(hidden_states, lm_head, targets):
     return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -(jnp.exp(logp) * logp).sum(-1)
 
 
-def temporaries(way, tokens, width, vocab) -> int:
+def temporaries(way, tokens, width, vocab, mesh=None, axes=jrl.MeshAxes()) -> int:
     """Of loss and gradients, compiled for CPU in float32."""
 
     def loss(hidden_states, lm_head, targets, weights):
         logprobs, entropy = way(hidden_states, lm_head, targets)
         return -(logprobs * weights).mean() - 0.01 * entropy.mean()
 
-    shapes = [((tokens, width), jnp.float32), ((width, vocab), jnp.float32), ((tokens,), jnp.int32)]
-    args = [jax.ShapeDtypeStruct(*s) for s in (*shapes, ((tokens,), jnp.float32))]
+    states = (axes.tokens, axes.vocab) if axes.sequence_parallel else axes.tokens
+    shapes = [((tokens, width), jnp.float32, P(states)), ((width, vocab), jnp.float32, P(axes.features, axes.vocab))]
+    shapes += [((tokens,), jnp.int32, P(axes.tokens)), ((tokens,), jnp.float32, P(axes.tokens))]
+    put = lambda spec: None if mesh is None else NamedSharding(mesh, spec)
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=put(spec)) for shape, dtype, spec in shapes]
     compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*args).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -46,6 +52,31 @@ def test_bytes_of_chunks_that_are_given(chunk, columns, loop):
     way = lambda h, w, y: jrl.linear_token_logprobs_and_entropy(h, w, y, chunks=chunks)
     expected = plan(4096, 512, 8192, dtype=jnp.float32, platform="cpu", chunks=chunks).temporaries()
     assert temporaries(way, 4096, 512, 8192) == pytest.approx(expected, rel=0.15)
+
+
+MESHES = {
+    "tokens and vocab": ({"context": 2, "vocab": 4}, jrl.MeshAxes("context", "vocab")),
+    "features": ({"context": 4, "vocab": 2}, jrl.MeshAxes("context", "vocab", features="context")),
+    "sequence parallel": ({"context": 2, "vocab": 2}, jrl.MeshAxes("context", "vocab", sequence_parallel=True)),
+}
+
+
+@pytest.mark.parametrize(
+    "where, loop",
+    ordinarily(
+        ("tokens and vocab", "tokens"), ("features", "vocab"), of=itertools.product(MESHES, ["vocab", "tokens"])
+    ),
+)
+def test_bytes_on_a_mesh(where, loop):
+    sizes, axes = MESHES[where]
+    mesh, chunks, shape = jrl.make_mesh(sizes), jrl.Chunks(512, 256, loop), (8192, 512, 16384)
+    way = lambda h, w, y: jrl.linear_token_logprobs_and_entropy(h, w, y, axes=axes, mesh=mesh, chunks=chunks)
+    features = sizes["context"] if axes.features else 1
+    made = plan(
+        *shape, token_shards=sizes["context"], vocab_shards=sizes["vocab"], feature_shards=features,
+        sequence_parallel=axes.sequence_parallel, dtype=jnp.float32, platform="cpu", chunks=chunks,
+    )  # fmt: skip
+    assert temporaries(way, *shape, mesh, axes) == pytest.approx(made.temporaries(), rel=0.15)
 
 
 @pytest.mark.parametrize("way", [PLAIN, FROM_LOGITS])
@@ -85,7 +116,11 @@ def test_a_budget_makes_blocks_smaller_and_the_ops_take_them():
 
 def test_a_budget_that_cannot_be_met_says_what_to_do():
     made = plan(16384, 4096, 151936, budget=2**20)
-    assert not made.fits and "256 times as many token shards" in made.advice[0]
+    assert not made.fits and "256 times as many token shards" in made.advice[0] and len(made.advice) == 1
+    other = plan(16384, 4096, 151936, budget=2**20, chunks=jrl.Chunks(loop="tokens"))
+    assert 'Chunks(loop="vocab") accumulates 256.0 MiB' in other.advice[1]
+    # 3 times as many would not divide 1000 tokens.
+    assert "4 times as many token shards" in plan(1000, 4096, 2048, budget=6 * 2**20).advice[0]
     barely = plan(16384, 4096, 151936, budget=4 * 16384 * 4096 + 2**20)
     assert not barely.fits and "128 x 128 are the smallest" in barely.advice[0]
 
@@ -93,7 +128,10 @@ def test_a_budget_that_cannot_be_met_says_what_to_do():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(token_shards=3), "divide into their shards"),
+        (dict(token_shards=3), "`tokens` must divide into 3 shards"),
+        (dict(token_shards=512, vocab_shards=4, sequence_parallel=True), "`tokens` must divide into 2048 shards"),
+        (dict(feature_shards=3), "`width` must divide into 3 shards"),
+        (dict(budget=0), "`budget` must be at least 1, got 0"),
         (dict(vocab_shards=0), "`vocab_shards` must be at least 1, got 0"),
         (dict(platform="fpga"), '`platform` must be "cpu", "tpu" or "gpu"'),
     ],
@@ -101,6 +139,11 @@ def test_a_budget_that_cannot_be_met_says_what_to_do():
 def test_errors_name_the_argument(options, message, our_own_errors):
     with pytest.raises(ValueError, match=message):
         plan(1024, 64, 4096, **options)
+
+
+def test_a_dtype_that_is_not_floating_point(our_own_errors):
+    with pytest.raises(TypeError, match="`dtype` must be floating point, got int32"):
+        plan(1024, 64, 4096, dtype=jnp.int32)
 
 
 def test_command_prints_a_table(capsys):
@@ -112,10 +155,16 @@ def test_command_prints_a_table(capsys):
     assert main([*arguments, "--budget", "0.1GiB"]) == 1
     assert "2 times as many token shards" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "--tokens", "7", "--token-shards", "2"]) == 2
-    assert "divide into their shards" in capsys.readouterr().err
+    assert "divide into 2 shards" in capsys.readouterr().err
+    assert main(["plan", "--budget", "0"]) == 2
+    assert main(["plan", "--feature-shards", "2", "--token-shards", "2", "--sequence-parallel"]) == 0
+    assert "lm_head, gathered" in capsys.readouterr().out
 
 
 def test_command_reads_sizes(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--budget", "much"])
-    assert "200MiB" in capsys.readouterr().err
+    for size in ("much", "1.2.3MiB", "-1GiB"):
+        with pytest.raises(SystemExit):
+            main(["plan", f"--budget={size}"])
+        assert "200MiB" in capsys.readouterr().err
+    assert main(["plan", "--tokens", "16384", "--token-shards", "2", "--budget", "178257920"]) == 0
+    assert "Budget 170.0 MiB: met" in capsys.readouterr().out
