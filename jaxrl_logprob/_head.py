@@ -85,6 +85,11 @@ def head_weights(lm_head: Any, width: int, shards: int = 1) -> tuple[list[Weight
         ValueError: shapes that do not match.
     """
     if isinstance(lm_head, LoraHead):
+        if isinstance(lm_head.lm_head, LoraHead):
+            raise TypeError(wrong("lm_head.lm_head", "be an array [D, V] or a TiedEmbedding", "LoraHead",
+                                  "Two adapters are one of both ranks: concatenate their a, and their b."))  # fmt: skip
+        if not isinstance(lm_head.scale, int | float | jax.Array | np.ndarray | np.generic) or np.ndim(lm_head.scale):
+            raise TypeError(wrong("lm_head.scale", "be a number or a scalar array", repr(lm_head.scale)))
         weights, arrays = head_weights(lm_head.lm_head, width, shards)
         vocab = arrays[0].shape[weights[0].vocab_dimension]
         a, b = _matrix("lm_head.a", lm_head.a, (width, "r")), _matrix("lm_head.b", lm_head.b, ("r", vocab))

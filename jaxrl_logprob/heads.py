@@ -153,8 +153,8 @@ class LogprobHead(_Methods, nnx.Module):
 
     Raises:
         TypeError: another layer; a softcap, size or rank of another type.
-        ValueError: a layer with its own `precision` or `dot_general`; options out of range; lora_rank without rngs;
-            lora_alpha without lora_rank.
+        ValueError: a layer with its own `precision`, `dot_general` or `preferred_element_type`; options out of range;
+            lora_rank without rngs; lora_alpha without lora_rank.
 
     Example:
         >>> head = LogprobHead(nnx.Linear(8, 32, rngs=nnx.Rngs(0)), logit_softcap=30.0)
@@ -262,6 +262,9 @@ class LinenLogprobHead(_Methods, nn.Module):
             if embedding is not None:
                 got = f"an array of shape {jnp.shape(embedding)}"
                 raise ValueError(wrong("embedding", f"be left out where the head has `features`, {vocab}", got))
+            check_static_int("features", vocab)
+            if vocab < 1:
+                raise ValueError(wrong("features", "be at least 1, or None", vocab))
             lm_head = self.param("kernel", self.kernel_init, (width, vocab), self.param_dtype)
             if self.use_bias:
                 bias = self.param("bias", nn.initializers.zeros, (vocab,), self.param_dtype)
@@ -288,9 +291,9 @@ def _check_layer(layer: Any) -> None:
     if not isinstance(layer, nnx.Linear | nnx.Embed) or isinstance(layer, nnx.LoRALinear):
         remedy = "For an adapter, LogprobHead(layer, lora_rank=...). For arrays, see `linear_token_logprobs`."
         raise TypeError(wrong("layer", "be an nnx.Linear or an nnx.Embed", type(layer).__name__, remedy))
-    for name, default in (("precision", None), ("dot_general", lax.dot_general)):
+    for name, default in (("precision", None), ("dot_general", lax.dot_general), ("preferred_element_type", None)):
         if (got := getattr(layer, name, default)) is not default:
-            remedy = "The ops multiply in `jax.default_matmul_precision`."
+            remedy = "The ops multiply in `jax.default_matmul_precision` and add up in float32."
             raise ValueError(wrong(f"layer.{name}", "be the default", repr(got), remedy))
 
 

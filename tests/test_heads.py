@@ -268,6 +268,14 @@ def test_bfloat16_is_the_op_of_cast_operands():
     assert_close(logits, rounded.astype(jnp.float32), 2e-2)
 
 
+@pytest.mark.parametrize("columns", [128, 256])
+def test_blocks_are_those_asked_for(columns):
+    wide = nnx.Linear(HIDDEN.shape[-1], 512, rngs=nnx.Rngs(0))
+    head = LogprobHead(wide, chunks=jrl.Chunks(vocab_chunk=columns))
+    program = str(jax.make_jaxpr(lambda x: head.logprobs(x, TARGETS))(HIDDEN))
+    assert [f"f32[{HIDDEN.shape[-1]},{n}]" in program for n in (128, 256)] == [columns == 128, columns == 256]
+
+
 def test_bfloat16_parameters_need_no_dtype():
     head = LogprobHead(linear(param_dtype=jnp.bfloat16, use_bias=False))
     expected = jrl.linear_token_logprobs(HIDDEN, head.layer.kernel[...], TARGETS)
@@ -280,6 +288,16 @@ def test_bfloat16_parameters_need_no_dtype():
         (lambda: LogprobHead(HIDDEN), TypeError, "`layer` must be an nnx.Linear or an nnx.Embed, got .*Array"),
         (lambda: LogprobHead(nnx.LoRALinear(4, 4, lora_rank=1, rngs=nnx.Rngs(0))), TypeError, "lora_rank=..."),
         (lambda: LogprobHead(linear(precision="highest")), ValueError, "`layer.precision` must be the default"),
+        (
+            lambda: LogprobHead(linear(preferred_element_type=jnp.bfloat16)),
+            ValueError,
+            "preferred_element_type` must be",
+        ),
+        (
+            lambda: LinenLogprobHead(0).init(jax.random.key(0), HIDDEN, TARGETS),
+            ValueError,
+            "`features` must be at least 1",
+        ),
         (lambda: LogprobHead(linear(), lora_rank=2), ValueError, "`rngs` must be given where lora_rank is, got None"),
         (lambda: LogprobHead(linear(), lora_alpha=2.0), ValueError, "`lora_rank` must be given where lora_alpha is"),
         (lambda: LogprobHead(linear(), lora_rank=0, rngs=nnx.Rngs(0)), ValueError, "`lora_rank` must be at least 1"),

@@ -300,6 +300,18 @@ def test_wrong_adapter(a, b, message, our_own_errors):
         score(lm_head=jrl.LoraHead(MATRIX, jnp.zeros(a), jnp.zeros(b)))
 
 
+@pytest.mark.parametrize("scale", [jnp.ones(2), "0.5", None])
+def test_wrong_scale_of_an_adapter(scale, our_own_errors):
+    with pytest.raises(TypeError, match="`lm_head.scale` must be a number or a scalar array, got "):
+        score(lm_head=jrl.LoraHead(MATRIX, jnp.zeros((8, 2)), jnp.zeros((2, 256)), scale))
+
+
+def test_an_adapter_on_an_adapter(our_own_errors):
+    one = jrl.LoraHead(MATRIX, jnp.zeros((8, 2)), jnp.zeros((2, 256)))
+    with pytest.raises(TypeError, match="`lm_head.lm_head` must be an array .*concatenate their a"):
+        score(lm_head=jrl.LoraHead(one, one.a, one.b))
+
+
 @pytest.mark.parametrize(
     "kw, error, message",
     [

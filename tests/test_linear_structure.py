@@ -16,6 +16,7 @@ from test_structure import collectives, temporaries
 
 import jaxrl_logprob as jrl
 from jaxrl_logprob._chunks import choose_blocks
+from jaxrl_logprob._tiles import take_rows
 
 
 N, D, V = 2048, 512, 32768
@@ -185,6 +186,14 @@ def test_entropy_costs_no_memory(entropy_coef):
     """With its gradient and, case G01, with the gate shut."""
     other = {} if entropy_coef else dict(entropy_coef=0.0)
     assert abs(temporaries(large_program(**other)) - temporaries(large_program("linear_token_logprobs"))) <= 64 * N
+
+
+def test_rows_next_to_each_other_are_cut_out():
+    """Others are gathered, which costs more."""
+    jaxpr = jax.make_jaxpr(take_rows)(jnp.zeros((64, 4)), jnp.arange(8))
+    branches = next(e.params["branches"] for e in jaxpr.eqns if e.primitive.name == "cond")
+    made = [[e.primitive.name for e in branch.eqns] for branch in branches]
+    assert "gather" in made[0] and "dynamic_slice" in made[1] and "gather" not in made[1]
 
 
 def test_temporaries_do_not_grow_with_the_vocabulary():

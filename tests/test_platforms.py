@@ -37,6 +37,7 @@ def as_on_an_accelerator(monkeypatch):
 @pytest.mark.parametrize("mesh", ordinarily("none", of=["none", "2x2x2"]))
 def test_from_hidden_states(mesh, head, vocab, loop):
     p = make_linear_problem(batch=(2, 150), head=head, bias=True, vocab=vocab, true_vocab=vocab - 100)
+    p = p._replace(hidden_states=jnp.where(p.loss_mask[..., None], p.hidden_states, jnp.nan))
     transform = jrl.LogitTransform(p.temperature, logit_softcap=5.0, vocab_size=vocab - 100)
     check_linear(BOTH, p, MESHES[mesh], chunks=LOOPS[loop], loss_mask=p.loss_mask, transform=transform)
 
