@@ -50,7 +50,9 @@ class ActorBatch(NamedTuple):
     ref_logprobs: Float[Array, "M B T"] | None = None
 
     @classmethod
-    def of(cls, packed: Packed, advantages: Float[np.ndarray, " samples"], mesh: Mesh, axes: MeshAxes) -> "ActorBatch":
+    def of(
+        cls, packed: Packed, advantages: Float[np.ndarray | Array, " samples"], mesh: Mesh, axes: MeshAxes
+    ) -> "ActorBatch":
         """The batch of `packing.stack_micro_batches`, put on the mesh, with old_logprobs 0: to be scored.
 
         Args:

@@ -114,3 +114,38 @@ def test_pack_sequences_without_binpacking_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "binpacking.to_constant_bin_number", None)
     with pytest.raises(ImportError, match="pip install"):
         packing.pack_sequences(ONE, [1], max_tokens=8)
+
+
+def micro_batches():
+    sequences, prompts = sequences_of([(2, 3), (1, 6), (0, 8), (4, 0)])
+    return sequences, packing.pack_sequences(sequences, prompts, max_tokens=8, multiple=8)
+
+
+def test_micro_batches_in_a_stack_and_empty_ones():
+    sequences, packed = micro_batches()
+    stacked = packing.stack_micro_batches(packed, len(packed) + 2)
+    for part, micro_batch in enumerate(packed):
+        assert all((a[part] == b).all() for a, b in zip(stacked, micro_batch, strict=True))
+    for part in (-1, -2):
+        assert not stacked.segment_ids[part].any() and (stacked.samples[part] == -1).all()
+    with pytest.raises(ValueError, match=f"`packed` must be 1 to {len(packed) - 1} micro-batches, got {len(packed)}"):
+        packing.stack_micro_batches(packed, len(packed) - 1)
+    with pytest.raises(ValueError, match="`packed` must be 1 to 3 micro-batches, got 0"):
+        packing.stack_micro_batches([], 3)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_values_stand_where_their_tokens_do(stacked):
+    sequences, packed = micro_batches()
+    values = [tokens + 0.5 for tokens in sequences]
+    for part in [packing.stack_micro_batches(packed, 5)] if stacked else packed:
+        placed = packing.place_values(part, values, fill=-1.0)
+        there = part.segment_ids > 0
+        assert there.any() and (placed[there] == part.tokens[there] + 0.5).all() and (placed[~there] == -1).all()
+
+
+def test_values_of_another_length():
+    sequences, packed = micro_batches()
+    with pytest.raises(ValueError, match=r"`values\[2\]` must have shape \(8,\), got \(7,\)"):
+        for part in packed:
+            packing.place_values(part, [*sequences[:2], sequences[2][1:], sequences[3]])
