@@ -67,16 +67,16 @@ class Policy(NamedTuple):
     """How to talk to a model."""
 
     tokenizer: Tokenizer
-    eos_id: int
+    eos_ids: list[int]
     prompt: Callable[[str], str]
 
 
 def load_policy(folder: pathlib.Path | None) -> Policy:
     """That of SmolLM2, or of the model in the folder."""
     if folder is None:
-        return Policy(smollm2.load_tokenizer(), smollm2.EOS_ID, smollm2.chat_prompt)
+        return Policy(smollm2.load_tokenizer(), [smollm2.EOS_ID], smollm2.chat_prompt)
     tokenizer = huggingface.load_tokenizer(folder)
-    return Policy(tokenizer, huggingface.eos_id(folder), functools.partial(huggingface.prompt, tokenizer))
+    return Policy(tokenizer, huggingface.eos_ids(folder), functools.partial(huggingface.prompt, tokenizer))
 
 
 def load_model(folder: pathlib.Path | None, mesh: Mesh) -> Llama:
@@ -112,7 +112,7 @@ def rollout(policy: Policy, model: Llama, mesh: Mesh, step: int, config: Config)
     encoded = [encode_sum(policy, a, b) for a, b in terms for _ in range(config.group_size)]
     lengths = np.array(list(map(len, encoded)), np.int32)
     # In whole eights: few lengths, for each of which the sampler is compiled.
-    prompts = np.full((len(encoded), 8 * -(-int(lengths.max()) // 8)), policy.eos_id, np.int32)
+    prompts = np.full((len(encoded), 8 * -(-int(lengths.max()) // 8)), policy.eos_ids[0], np.int32)
     for row, ids in zip(prompts, encoded):
         row[: len(ids)] = ids
     samples = sample(
@@ -122,7 +122,7 @@ def rollout(policy: Policy, model: Llama, mesh: Mesh, step: int, config: Config)
         jax.random.fold_in(jax.random.key(config.seed), step),
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
-        eos_id=policy.eos_id,
+        eos_ids=policy.eos_ids,
     )
     completions, counts, logprobs = to_host(samples)
     texts = policy.tokenizer.decode_batch(completions.tolist())

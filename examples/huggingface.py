@@ -2,7 +2,7 @@
 
 This module owns what it takes from such a folder: `load_config(folder)` reads config.json and refuses by name what
 `llama.py` does not compute; `load_model(folder, mesh, axes)` reads the safetensors files, one or several with their
-index, and places each parameter straight into its sharding; `load_tokenizer`, `eos_id` and `prompt` are for the
+index, and places each parameter straight into its sharding; `load_tokenizer`, `eos_ids` and `prompt` are for the
 sampler. It is imported, not run, and needs the `examples` extra but no network. A file that is cut off or does not fit
 its config.json is refused with the name of the tensor. For that, the files' headers are read here: the package
 `safetensors` does not say which tensor.
@@ -268,12 +268,12 @@ def load_tokenizer(folder: Folder) -> Tokenizer:
     return tokenizer
 
 
-def eos_id(folder: Folder) -> int:
-    """The token that ends a completion, from generation_config.json or else config.json; of several, their first."""
+def eos_ids(folder: Folder) -> list[int]:
+    """The tokens that end a completion, from generation_config.json or else config.json."""
     folder = pathlib.Path(folder)
     for path in (folder / "generation_config.json", folder / "config.json"):
         if path.exists() and (ids := _Settings(path).get("eos_token_id", [])) != []:
-            return ids[0] if isinstance(ids, list) else ids
+            return ids if isinstance(ids, list) else [ids]
     raise ValueError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
 
 

@@ -6,6 +6,7 @@ out for decoding, `sample` draws a completion for each prompt. As with the model
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -68,7 +69,7 @@ def sample(
     *,
     max_new_tokens: int,
     temperature: float,
-    eos_id: int,
+    eos_ids: Sequence[int],
 ) -> Samples:
     """Draws a completion for each right-padded prompt, until all have ended or are at full length.
 
@@ -79,20 +80,20 @@ def sample(
         key: Each step folds its number into this key.
         max_new_tokens: Size of the completions, at least 1. Compiled once per shape.
         temperature: Divides the logits; above 0.
-        eos_id: The token that ends a completion.
+        eos_ids: The tokens that end a completion; after its end stands the first of them.
     """
 
     def draw(step, hidden, samples: Samples, running):
         logits = model.logits(hidden)[:, 0] / temperature
         tokens = jax.random.categorical(jax.random.fold_in(key, step), logits)
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
-        tokens = jnp.where(running, tokens, eos_id)
+        tokens = jnp.where(running, tokens, ends[0])
         samples = Samples(
             samples.tokens.at[:, step].set(tokens),
             samples.lengths + running.astype(jnp.int32),
             samples.logprobs.at[:, step].set(jnp.where(running, logprobs, 0.0)),
         )
-        return samples, running & (tokens != eos_id)
+        return samples, running & ~jnp.isin(tokens, ends)
 
     def going(state):
         step, _, _, running = state
@@ -105,10 +106,11 @@ def sample(
         return step + 1, cache, samples, running
 
     rows, prompt_size = prompts.shape
+    ends = jnp.asarray(eos_ids, jnp.int32)
     hidden, cache = prefill(model, prompts, prompt_lengths, prompt_size + max_new_tokens)
     hidden = jnp.take_along_axis(hidden, (prompt_lengths - 1)[:, None, None], axis=1)
     samples = Samples(
-        jnp.full((rows, max_new_tokens), eos_id),
+        jnp.full((rows, max_new_tokens), ends[0]),
         jnp.zeros(rows, jnp.int32),
         jnp.zeros((rows, max_new_tokens)),
     )

@@ -251,7 +251,7 @@ def test_sampler(tmp_path):
     with jax.set_mesh(mesh):
         model = sampling.for_sampling(huggingface.load_model(tmp_path, mesh, AXES), mesh)
         samples = sampling.sample(
-            model, prompts, np.full(4, 5), jax.random.key(0), max_new_tokens=6, temperature=1.0, eos_id=-1
+            model, prompts, np.full(4, 5), jax.random.key(0), max_new_tokens=6, temperature=1.0, eos_ids=[-1]
         )
     for row, tokens, logprobs in zip(prompts, *map(np.asarray, (samples.tokens, samples.logprobs)), strict=True):
         logits = logits_of(weights, config, np.concatenate([row, tokens]))[4:-1]
@@ -452,15 +452,15 @@ def test_tokenizer_that_is_not_there(tmp_path):
         huggingface.load_tokenizer(tmp_path)
 
 
-def test_eos_id(tmp_path):
+def test_eos_ids(tmp_path):
     """generation_config.json goes before config.json, where it has one; the first of several."""
     config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
     config.write_text('{"eos_token_id": 2}')
-    assert huggingface.eos_id(tmp_path) == 2
+    assert huggingface.eos_ids(tmp_path) == [2]
     generation.write_text('{"eos_token_id": [0, 7]}')
-    assert huggingface.eos_id(tmp_path) == 0
+    assert huggingface.eos_ids(tmp_path) == [0, 7]
     generation.write_text("{}")
-    assert huggingface.eos_id(tmp_path) == 2
+    assert huggingface.eos_ids(tmp_path) == [2]
     config.write_text('{"eos_token_id": null}')
     with pytest.raises(ValueError, match="eos_token_id"):
-        huggingface.eos_id(tmp_path)
+        huggingface.eos_ids(tmp_path)

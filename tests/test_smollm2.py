@@ -141,7 +141,7 @@ def test_smollm2_answers(smol, tokenizer):
             jax.random.key(0),
             max_new_tokens=12,
             temperature=0.1,
-            eos_id=smollm2.EOS_ID,
+            eos_ids=[smollm2.EOS_ID],
         )
         check_against_full_forward(model, prompts, lengths, samples, 0.1, atol=2e-3)
     answers = tokenizer.decode_batch(np.asarray(samples.tokens).tolist())
@@ -198,7 +198,7 @@ def test_sampler_agrees_with_full_forward(shape, temperature):
             jax.random.key(1),
             max_new_tokens=10,
             temperature=temperature,
-            eos_id=-1,
+            eos_ids=[-1],
         )
         assert np.all(np.asarray(samples.lengths) == 10)
         # Errors of 1e-6 in the logits, divided by the temperature.
@@ -217,14 +217,15 @@ def test_sampler_stops_at_end_of_sequence():
         draw = functools.partial(
             sampling.sample, model, prompts, lengths, jax.random.key(2), max_new_tokens=10, temperature=2.0
         )
-        endless = draw(eos_id=-1)
-        eos_id = int(endless.tokens[0, 4])  # So that row 0 ends in its middle, if not before.
-        ended = draw(eos_id=eos_id)
-    ends = [row.index(eos_id) + 1 if eos_id in row else 10 for row in np.asarray(endless.tokens).tolist()]
+        endless = draw(eos_ids=[-1])
+        eos_ids = [int(endless.tokens[0, 4]), int(endless.tokens[1, 2])]  # Rows 0 and 1 end in their middle, or before.
+        ended = draw(eos_ids=eos_ids)
+    there = np.isin(endless.tokens, eos_ids)
+    ends = np.where(there.any(axis=1), there.argmax(axis=1) + 1, 10)
     np.testing.assert_array_equal(ended.lengths, ends)
     for i, end in enumerate(ends):
         np.testing.assert_array_equal(ended.tokens[i, :end], endless.tokens[i, :end])
-        np.testing.assert_array_equal(ended.tokens[i, end:], eos_id)
+        np.testing.assert_array_equal(ended.tokens[i, end:], eos_ids[0])
         np.testing.assert_array_equal(ended.logprobs[i, end:], 0)
 
 
