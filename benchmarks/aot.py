@@ -38,7 +38,7 @@ TARGETS = Path(__file__).parent / "targets"
 def plain(logits, targets, **_):
     """What one writes first: log_softmax, a gather, and -sum p log p."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return jnp.take_along_axis(logp, targets[:, None], axis=1)[:, 0], -(jnp.exp(logp) * logp).sum(-1)
+    return jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0], -(jnp.exp(logp) * logp).sum(-1)
 
 
 def plain_stopped(logits, targets, **kw):

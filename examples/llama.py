@@ -26,6 +26,8 @@ from jaxrl_logprob.heads import LogprobHead
 from jaxrl_logprob.sharding import from_same_data
 
 
+# Of a long row: the scores [heads, QUERY_BLOCK, T] of these exist at once, never those of all [heads, T, T].
+QUERY_BLOCK = 512
 AxisName = str | tuple[str, ...] | None
 # Keys and values at every position of one layer; stacked [num_layers, ...], those of all layers: the cache.
 KeysValues = tuple[Float[Array, "*L B S K H"], Float[Array, "*L B S K H"]]
@@ -169,14 +171,49 @@ class Rope(NamedTuple):
 
     def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         """Rotates feature i with feature i + H/2: Hugging Face's order, not the interleaved pairs."""
-        a, b = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([a * self.cos - b * self.sin, b * self.cos + a * self.sin], axis=-1)
+        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        rotated = jnp.concatenate([a * self.cos - b * self.sin, b * self.cos + a * self.sin], axis=-1)
+        return rotated.astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Divides by the root mean square of the features, then scales each feature."""
-    scale = jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale
+    """Divides by the root mean square of the features, then scales each feature; in f32, whatever `x` is."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+
+def attend(
+    queries: Float[Array, "B T N H"],
+    keys: Float[Array, "B S K H"],
+    values: Float[Array, "B S K H"],
+    mask: Bool[Array, "B T S"],
+) -> Float[Array, "B T N H"]:
+    """Grouped-query attention on one device, of a long row QUERY_BLOCK queries at a time."""
+    rows, length = queries.shape[:2]
+    if length <= QUERY_BLOCK or length % QUERY_BLOCK:
+        return jax.nn.dot_product_attention(queries, keys, values, mask=mask[:, None])
+    blocks = lambda x: jnp.moveaxis(x.reshape(rows, -1, QUERY_BLOCK, *x.shape[2:]), 1, 0)
+    block = lambda xs: jax.nn.dot_product_attention(xs[0], keys, values, mask=xs[1][:, None])
+    mixed = jax.lax.map(jax.checkpoint(block), (blocks(queries), blocks(mask)))
+    return jnp.moveaxis(mixed, 0, 1).reshape(queries.shape)
+
+
+def attend_on_mesh(
+    queries: Float[Array, "B T N H"],
+    keys: Float[Array, "B S K H"],
+    values: Float[Array, "B S K H"],
+    mask: Bool[Array, "B T S"],
+    axes: ModelAxes,
+) -> Float[Array, "B T N H"]:
+    """`attend` of each device's queries and heads: left to choose, the compiler gathers the keys for every block."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return attend(queries, keys, values, mask)
+    of_keys = fit_spec(keys.shape, (axes.batch, None, axes.tensor, None), mesh)
+    of_queries = fit_spec(queries.shape, (axes.batch, axes.sequence, of_keys[2], None), mesh)
+    in_specs = (of_queries, of_keys, of_keys, PartitionSpec(*of_queries[:2]))
+    return jax.shard_map(attend, in_specs=in_specs, out_specs=of_queries)(queries, keys, values, mask)
 
 
 class Block(nnx.Module):
@@ -267,8 +304,7 @@ class Block(nnx.Module):
             keys, values = (
                 jnp.where(slot[:, :, None, None], new, old) for new, old in zip((keys, values), cache, strict=True)
             )
-        mixed = jax.nn.dot_product_attention(queries, keys, values, mask=mask[:, None])
-        mixed = mixed.reshape(*x.shape[:2], -1)
+        mixed = attend_on_mesh(queries, keys, values, mask, axes).reshape(*x.shape[:2], -1)
         return mixed @ gather(self.output, axes), (keys, values)
 
 

@@ -4,6 +4,7 @@ Tokenizer and model are held against Hugging Face's values (tests/data/README.md
 full forward pass, and every mesh against none.
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -257,6 +258,25 @@ def test_mesh_and_remat_change_nothing(shape, without_mesh):
     for got, want, param in zip(*map(jax.tree.leaves, (sharded_gradient, gradient, model)), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
         assert got.sharding.is_equivalent_to(param.sharding, got.ndim)
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2, 2), (1, 8, 1)], ids=str)
+def test_queries_in_blocks(shape, monkeypatch):
+    rng = np.random.default_rng(3)
+    queries, weights = rng.normal(size=(2, 2, 64, 6, 8)).astype(np.float32)
+    keys, values = rng.normal(size=(2, 2, 64, 3, 8)).astype(np.float32)
+    mask = np.tril(rng.random((2, 64, 64)) < 0.5) | np.eye(64, dtype=bool)
+
+    def weighted(*operands):
+        return jnp.vdot(weights, llama.attend_on_mesh(*operands, mask, AXES))
+
+    both = lambda: jax.jit(jax.value_and_grad(lambda *xs: weighted(*xs), (0, 1, 2)))(queries, keys, values)
+    whole = both()
+    monkeypatch.setattr(llama, "QUERY_BLOCK", 4)
+    with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
+        found = both()
+    for got, want in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_segments_are_separate_rows():
