@@ -7,7 +7,8 @@ The program is the `update` of `make_actor_step`: a Qwen3 of 1.9 billion paramet
 backward, each layer computed again in the backward pass; log-probabilities and entropy, both differentiated; GRPO's
 loss; AdamW; the actor donated. It is made from shapes alone: no parameter exists. The model computes in bf16, whatever
 its parameters are kept in. Two heads: `hidden`, this library's; `plain`, log_softmax of the logits, split over the
-same axes. Printed per device; what does not fit, XLA refuses to compile, and the reason is printed instead.
+same axes. Printed per device: what XLA reserves, and of what; of a step that does not fit, which XLA refuses to
+compile, as much as it says.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -137,13 +139,16 @@ def measure(config: LlamaConfig, mesh: Mesh, sizes: Sizes, head: str) -> dict[st
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if "Ran out of memory" not in str(error):
+        if not (needed := re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))):
             raise
-        return figures | {"refused": str(error).splitlines()[0], "compile_seconds": time.perf_counter() - began}
+        temporaries = float(needed[1])
+        kept = figures["parameters_gib"] + figures["optimiser_gib"] + figures["batch_gib"]
+        return figures | {"refused": True, "temporaries_gib": temporaries, "total_gib": kept + temporaries}
     seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
     assert memory is not None
     arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
     return figures | {
+        "refused": False,
         "arguments_gib": arguments / aot.GIB,
         "outputs_gib": memory.output_size_in_bytes / aot.GIB,
         "aliased_gib": memory.alias_size_in_bytes / aot.GIB,
@@ -166,15 +171,17 @@ def collective_bytes(text: str, config: LlamaConfig, mesh: Mesh, sizes: Sizes) -
 
 
 def describe(figures: dict[str, Any], hbm: float) -> str:
-    if "refused" in figures:
-        return "does not fit {hbm} GiB: {refused}".format(hbm=hbm, **figures)
-    fits = "fits" if figures["total_gib"] <= hbm else "does not fit"
-    return (
-        "temporaries {temporaries_gib:.3f} GiB + arguments {arguments_gib:.3f} (parameters {parameters_gib:.3f}, "
-        "optimiser {optimiser_gib:.3f}, batch {batch_gib:.4f}) + outputs {outputs_gib:.3f} of which aliased "
-        "{aliased_gib:.3f} = {total_gib:.3f}; peak {peak_gib:.3f}; {fits} {hbm} GiB   collectives "
-        "{collectives_gib:.1f} GiB   compiled in {compile_seconds:.0f} s"
-    ).format(fits=fits, hbm=hbm, **figures)
+    text = (
+        "total {total_gib:7.3f} GiB of {hbm}: parameters {parameters_gib:.3f}, optimiser {optimiser_gib:.3f}, "
+        "batch {batch_gib:.4f}, temporaries {temporaries_gib:.3f}"
+    )
+    if figures["refused"]:
+        return (text + "; does not fit, XLA says").format(hbm=hbm, **figures)
+    text += (
+        "; outputs {outputs_gib:.3f}, aliased {aliased_gib:.3f}; live at once {peak_gib:.3f}; "
+        "collectives {collectives_gib:.1f}; compiled in {compile_seconds:.0f} s"
+    )
+    return text.format(hbm=hbm, **figures)
 
 
 def main():
